@@ -1,10 +1,11 @@
-// Defines the operators of dispatch/operators.h, and what sets and shows.
+// Defines the operators of dispatch/operators.h and float8/operators.h, and what sets and shows.
 
 #include "autograd/accumulation.h"
 #include "core/explain.h"
 #include "core/policy.h"
 #include "cpu/packed_weights.h"
 #include "dispatch/operators.h"
+#include "float8/define.h"
 #include "plans/registry.h"
 
 #include <torch/library.h>
@@ -30,6 +31,7 @@ TORCH_LIBRARY(fused, m) {
   define(MlpInOne());
   define(EnsembleLinear());
   define(AccumulatedWeightGradient());
+  fused::float8::define(m, tags);
 
   for_each_row<Public>([&m](auto row) { m.def(IfForeign<decltype(row)>::schema); });
 

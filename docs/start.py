@@ -17,7 +17,7 @@ torch.testing.assert_close(gelu(x), nn.functional.gelu(plain(x)))
 model = tfl.FusedMLP(256, 512, 10, device=device)  # Linear, ReLU, Linear
 with tfl.explain() as report:
     model(x).sum().backward()
-print(report)  # what ran, step by step, and why
+print(report)  # a row for each operator: what ran, and why
 assert "_linear_backward_across" in [call.operator for call in report.calls]
 
 encoder = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True, device=device)

@@ -1,6 +1,6 @@
-"""Layers with their activation fused in: ``act(x Wᵀ + b)``, trainable, on GPU and CPU.
+"""Fused linear layers for PyTorch: ``act(x Wᵀ + b)`` as one trainable operator, on GPU and CPU.
 
-The import registers the operators and reads the file that ``TORCH_FUSED_LINEAR_PLANS`` names; the
+The import registers the operators and reads the file that ``TORCH_FUSED_LINEAR_PLANS`` names. The
 first call that needs one reads the other environment variables. Rules for torch's FLOP counter and
 for ``DTensor`` are registered when torch's modules for these are imported.
 """
@@ -19,6 +19,9 @@ if _library.error is None:
     from .accumulation import accumulate_gradients
     from .functional import (
         conv2d_relu,
+        float8_gated_mlp,
+        float8_linear,
+        float8_mlp,
         gated_mlp,
         linear,
         linear_gelu,
@@ -66,6 +69,9 @@ __all__ = [
     "compile_options",
     "conv2d_relu",
     "explain",
+    "float8_gated_mlp",
+    "float8_linear",
+    "float8_mlp",
     "flops",
     "fuse_",
     "fuse_script_",
@@ -93,12 +99,12 @@ __version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> _NoReturn:
-    """What is not there without the compiled library."""
+    """Raises ``ImportError`` for a public name if the compiled library is missing."""
     if name in __all__:
         _library.require()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """What a user may call; the modules behind it are imported by their names."""
+    """Lists the public names; the modules behind them are imported by their own names."""
     return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -1,4 +1,4 @@
-"""What the command lines of `gain` and the benchmarks share."""
+"""Code that the command lines of `gain` and the benchmarks share."""
 
 import argparse
 from typing import NoReturn

@@ -25,23 +25,24 @@ error: ImportError | None = None
 
 
 class _NotDirect:
-    """In place of `_direct` where it cannot be had; None is its answer to what it cannot do."""
+    """Stands for `_direct` if it cannot be loaded; like it, answers None for what it cannot do."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *arguments: None
 
 
 def _record(name: str, folder: Path = _FOLDER) -> dict[str, Any]:
-    """What the build says of a part that it has finished, else nothing."""
+    """Reads the build's record of a finished part; empty if there is none."""
     with contextlib.suppress(OSError, ValueError):  # none, or cut short
         return json.loads((folder / f"{name}.json").read_text())
     return {}
 
 
 def build_info() -> dict[str, Any]:
-    """What the library was built for: torch, cuda (None: CPU only), arch_list, hopper, debug.
+    """Returns what the library was built for: torch, cuda (None: CPU only), arch_list, hopper,
+    debug.
 
-    Empty when there is no finished build for this release of torch.
+    It is empty if there is no finished build for this release of torch.
     """
     built = _record("_C")
     kernels = _record("fused_kernels", _LIB) if built.get("cuda") else {}
@@ -49,18 +50,25 @@ def build_info() -> dict[str, Any]:
 
 
 def library_path() -> str:
-    """The compiled library for the torch that runs, which holds every operator and no Python.
+    """Returns the path of the compiled library for the torch that runs.
 
-    A program without this package loads it before a model that uses the operators, with
-    ``torch.ops.load_library`` in Python or ``dlopen`` in C++. A build for GPUs has its kernels in
-    ``libfused_kernels.so`` one folder above, or beside it where both were copied. The header of the
-    C++ API is in the package's folder ``include``.
+    The library holds every operator and does not depend on Python. A program without this package
+    loads it before a model that uses the operators, with ``torch.ops.load_library`` in Python or
+    ``dlopen`` in C++. A build for GPUs also needs ``libfused_kernels.so``, one folder above or
+    beside it. The header of the C++ API is in the package's folder ``include``.
+
+    Returns:
+        The path as a string.
+
+    Examples::
+
+        >>> torch.ops.load_library(library_path())
     """
     return str(_LIBRARIES[0])
 
 
 def require() -> None:
-    """ImportError, with what to do, where the library is not loaded."""
+    """Raises ``ImportError``, which says what to do, if the library is not loaded."""
     if error is not None:
         raise ImportError(str(error))
 

@@ -18,7 +18,7 @@ def _number(release: str) -> tuple[int, ...]:
 
 
 def too_old(version: str) -> str | None:
-    """What there is to say of a torch that is older than all of them."""
+    """Returns the message for a torch that is older than all supported releases, or None."""
     if _number(version) >= _number(TESTED[0]):
         return None
     command = f"pip install '{requirement(list(TESTED))}'"
@@ -26,14 +26,14 @@ def too_old(version: str) -> str | None:
 
 
 def untested(version: str) -> str | None:
-    """The same of one that is newer."""
+    """Returns the message for a torch that is newer than all tested releases, or None."""
     if _number(version) <= _number(TESTED[-1]):
         return None
     return f"torch_fused_linear: torch {version} is untested; {_SUPPORTED}"
 
 
 def requirement(releases: list[str]) -> str:
-    """Of a wheel that holds a library for each of these releases."""
+    """Returns the requirement on torch of a wheel with a library for each of these releases."""
     numbers = sorted(map(_number, releases))
     names = [f"{major}.{number}" for major, number in numbers]
     between = [f"{numbers[0][0]}.{n}" for n in range(numbers[0][1], numbers[-1][1])]
@@ -42,8 +42,9 @@ def requirement(releases: list[str]) -> str:
 
 
 def digest_of_headers(torch: Path) -> str:
-    """Of the headers that say how torch's C++ objects lie in memory: builds of torch that have the
-    same ones can take each other's libraries."""
+    """Returns a digest of the headers that fix the memory layout of torch's C++ objects. Builds of
+    torch with the same digest can load each other's libraries.
+    """
     folders = ("c10/core", "c10/util", "ATen/core", "torch/csrc/autograd", "torch/csrc/dynamo")
     digest = hashlib.sha256()
     for folder in folders:

@@ -1,8 +1,9 @@
-"""What is taken of torch beside its public interface, and what differs between its releases.
+"""Uses of torch beyond its public interface, and differences between its releases.
 
-Differences are found by what is there, not by the number of the release. Modules of torch that take
-long to import are imported by whoever asks. ``tests/integration/test_torch_internals.py`` holds
-each name to what it means here. The C++ counterpart is ``csrc/core/torch_internals.h``.
+A difference is found by looking for names, not by the number of the release. Modules of torch that
+take long to import are imported when they are used. ``tests/integration/test_torch_internals.py``
+checks that each name means what is written here. The C++ counterpart is
+``csrc/core/torch_internals.h``.
 """
 
 import inspect
@@ -18,7 +19,7 @@ from torch import nn
 from torch._C import Graph, Node, ScriptModule, TensorType, Value
 from torch._jit_internal import BroadcastingList2
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_dynamo_compiling
 from torch.jit._builtins import _register_builtin as register_builtin
@@ -79,7 +80,7 @@ def floats_in(output: Any) -> list[torch.Tensor]:
 
 
 def has_kernel(operator: str, key: str) -> bool:
-    """Whether an operator has a kernel of its own for a dispatch key."""
+    """Returns whether an operator has a kernel of its own for a dispatch key."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
 
 
@@ -132,14 +133,14 @@ def backend_of(name: str | Callable) -> Callable:
 
 
 def overlaps_collectives() -> bool:
-    """Whether the compiler takes products beside collectives apart, to overlap the two."""
+    """Returns whether the compiler splits products beside collectives, to overlap the two."""
     from torch._inductor import config
 
     return config._micro_pipeline_tp
 
 
 def runs_as_cuda_graphs() -> bool:
-    """Whether the compiler captures what it makes, as in its mode ``reduce-overhead``."""
+    """Returns whether the compiler captures CUDA graphs, as in its mode ``reduce-overhead``."""
     from torch._inductor import config
 
     return config.triton.cudagraphs
@@ -156,7 +157,7 @@ def forget_compiled() -> None:
 
 
 def copy_of_own_class(module: ScriptModule) -> ScriptModule:
-    """The same parameters and methods in a class that no other module has."""
+    """Returns a module with these parameters and methods in a class that no other module has."""
     copy = torch._C._hack_do_not_use_clone_module_with_class(module, [], [])
     waiting = [(module, copy)]
     while waiting:
@@ -187,7 +188,7 @@ _HOOK_OF_DISTRIBUTE_MODULE = "torch.distributed.tensor._api", "distribute_module
 
 
 def dtensor() -> tuple[ModuleType, ModuleType, ModuleType]:
-    """What DTensor's rules for operators are written with: collectives, schemas, strategies."""
+    """Returns the modules that DTensor's rules need: collectives, schemas, strategies."""
     from torch.distributed import _functional_collectives
     from torch.distributed.tensor import _op_schema
     from torch.distributed.tensor._ops import utils

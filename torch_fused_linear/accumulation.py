@@ -1,4 +1,4 @@
-"""Gradients of weights that the product itself adds to what is there."""
+"""Gradients of weights that the product itself adds to the existing gradient."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _library.define("_storages(Tensor[] tensors) -> Tensor")
 
 @torch.library.impl(_library, "_storages", "CompositeExplicitAutograd")
 def _storages(tensors: list[Tensor]) -> Tensor:
-    """The addresses of their memory."""
+    """Returns the addresses of the tensors' memory."""
     return torch.tensor([t.untyped_storage()._cdata for t in tensors], device="cpu")
 
 
@@ -49,8 +49,9 @@ def _fake_weight_gradient(
 
 
 class AccumulationHandle:
-    """What :func:`torch_fused_linear.accumulate_gradients` has begun: ``remove()``, or the end of a
-    ``with`` block, ends it. Gradients stay as they are."""
+    """Ends what :func:`torch_fused_linear.accumulate_gradients` began: by ``remove()``, or at the
+    end of a ``with`` block. Gradients stay as they are.
+    """
 
     def __init__(self, into: str, dtype: torch.dtype | None) -> None:
         self._into, self._dtype = into, dtype
@@ -65,7 +66,14 @@ class AccumulationHandle:
         self.remove()
 
     def remove(self) -> None:
-        """Ends it: from now on torch adds these weights' gradients, but where another handle is."""
+        """Ends the accumulation: from now on PyTorch adds these weights' gradients, unless another
+        handle covers them.
+
+        Examples::
+
+            >>> handle = accumulate_gradients(FusedLinear(16, 32))
+            >>> handle.remove()
+        """
         for hook in self._hooks:
             hook.remove()
         for weight in self._weights.values():
@@ -89,7 +97,9 @@ class AccumulationHandle:
                 self._weights[id(parameter)] = parameter
 
     def _follow(self, model: nn.Module) -> None:
-        """FSDP2 lends its modules whole parameters, which are others than the module's own."""
+        """Follows the whole parameters that FSDP2 lends its modules, which are not the module's
+        own.
+        """
         from torch.distributed.fsdp import FSDPModule
 
         def held_by(module: nn.Module) -> Iterator[dict[str, Tensor]]:
@@ -114,40 +124,51 @@ def accumulate_gradients(
     *,
     dtype: torch.dtype | None = None,
 ) -> AccumulationHandle:
-    """Has the fused layers' backward add a weight's gradient to what is there by the product.
+    """Lets the fused layers' backward add a weight's gradient to the existing one in the product.
 
-    With several micro-batches torch makes a weight's gradient and adds it to ``.grad`` in a second
-    pass over memory. Here the product writes the sum (``beta = 1``), in the dtype of ``.grad``: the
-    weight's, or fp32 for weights of 16 bits (``Tensor.grad_dtype``), which also spares one rounding
-    a micro-batch; and the kernel that sums a bias's gradient, in eager. It concerns all operators
-    of this library, whatever module calls them; layers of torch's own go on as they do.
+    With several micro-batches PyTorch computes a weight's gradient, and adds it to ``.grad`` in a
+    second pass over memory. Here the product writes the sum (``beta = 1``), in the dtype of
+    ``.grad``: the weight's, or fp32 for 16-bit weights (``Tensor.grad_dtype``), which also saves
+    one rounding for each micro-batch. In eager mode the kernel that sums a bias's gradient does the
+    same. All operators of this library take part, whatever module calls them. PyTorch's own layers
+    accumulate as before.
 
-    Semantics are torch's. The first micro-batch writes, the others add, in place; hooks after the
-    accumulation see the sum. Where something would see this micro-batch's gradient alone (tensor
+    The semantics are PyTorch's. The first micro-batch writes, the others add, in place. Hooks after
+    the accumulation see the sum. If something would see this micro-batch's gradient alone (tensor
     hooks on the weight, ``torch.autograd.grad``, ``create_graph``, anomaly mode), or ``.grad`` does
-    not fit (another dtype, device, layout, class), torch's way is taken; :func:`explain` says why.
+    not fit (another dtype, device, layout or class), PyTorch accumulates; :func:`explain` says why.
 
-    Under FSDP2 the parameters that its modules compute with are followed; with
-    ``reduce_dtype=torch.float32`` give ``dtype=torch.float32``. Graphs of ``torch.compile`` with
-    :func:`compile_options` add as well, of 16-bit weights of one shape for the ``grad_dtype`` asked
-    for last; a call that asks for another has what was compiled before traced anew.
+    Under FSDP2 the parameters that its modules compute with are followed. With
+    ``reduce_dtype=torch.float32`` pass ``dtype=torch.float32``. Graphs of ``torch.compile`` with
+    :func:`compile_options` add as well, for 16-bit weights of one shape with the ``grad_dtype``
+    that was asked for last. A call that asks for another dtype makes the compiler trace such graphs
+    again.
 
     Args:
-        target: a module, whose parameters are meant, or parameters. Weights ``[out, in]`` and
+        target: a module, whose parameters take part, or parameters. Weights ``[out, in]`` and
             biases ``[out]`` among them are accumulated.
-        into: ``"grad"``, or ``"main_grad"`` as Megatron-LM has it: the gradient is added to the
-            attribute ``main_grad`` of the weight, of its shape, in fp32 or its dtype, as far as it
-            has one, and ``grad_added_to_main_grad`` is set; else the gradient is in ``.grad``.
-        dtype: sets ``grad_dtype`` of the parameters of 16 bits: gradients are made and kept in it
-            (``torch.float32``). None leaves it as it is.
+        into: ``"grad"``, or ``"main_grad"`` for Megatron-LM: the gradient is added to the weight's
+            attribute ``main_grad`` if there is one, of the weight's shape, in fp32 or the weight's
+            dtype, and ``grad_added_to_main_grad`` is set; otherwise the gradient is in ``.grad``.
+        dtype: ``torch.float32`` sets ``grad_dtype`` of the 16-bit parameters: their gradients are
+            computed and kept in fp32. ``None`` leaves it as it is.
 
     Returns:
         A handle with ``remove()``, which is also a context manager.
 
     Raises:
-        ValueError: if ``into`` or ``dtype`` is none of these, or a weight or bias is no leaf.
-        TypeError: if ``target`` holds something that is no tensor.
-        RuntimeError: torch's own, if a parameter has a gradient of another dtype than ``dtype``.
+        ValueError: ``into`` or ``dtype`` is none of these, or a weight or bias is no leaf.
+        TypeError: ``target`` holds something that is no tensor.
+        RuntimeError: a parameter has a gradient of another dtype than ``dtype``.
+
+    Examples::
+
+        >>> model = nn.Sequential(FusedLinearGELU(16, 32), FusedLinear(32, 4))
+        >>> with accumulate_gradients(model):
+        ...     for micro_batch in torch.randn(4, 8, 16):
+        ...         model(micro_batch).square().mean().backward()
+        >>> model[0].weight.grad.shape
+        torch.Size([32, 16])
     """
     if into not in ("grad", "main_grad"):
         raise ValueError(f"accumulate_gradients: into must be 'grad' or 'main_grad', got {into!r}")

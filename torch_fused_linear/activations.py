@@ -38,7 +38,7 @@ class Activation:
 
     @property
     def options(self) -> dict[str, str]:
-        """What function, layer and operator take besides the tensors."""
+        """Returns the arguments that function, layer and operator take besides the tensors."""
         return {} if self.approximate is None else {"approximate": self.approximate}
 
     def module(self) -> nn.Module:
@@ -73,8 +73,12 @@ def of_operator(operator: str, approximate: str = "tanh") -> Activation | None:
 
 def name_of_gelu(approximate: object) -> str | None:
     """The operators' name of ``F.gelu(..., approximate=approximate)``."""
+    return named_gelu(approximate) if isinstance(approximate, str) else None
+
+
+def named_gelu(approximate: str) -> str | None:
     known = {a.approximate: a.name for a in ACTIVATIONS.values() if a.approximate}
-    return known.get(approximate) if isinstance(approximate, str) else None
+    return known.get(approximate)
 
 
 def name_of_module(module: nn.Module) -> str | None:

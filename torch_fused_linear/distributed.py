@@ -1,7 +1,7 @@
-"""Plans of ``parallelize_module`` for this package's modules.
+"""The style of ``parallelize_module`` for this package's blocks.
 
-The layers take torch's own, ``ColwiseParallel`` and ``RowwiseParallel``. Imported by who needs it:
-it brings ``torch.distributed.tensor`` with it.
+Single layers use PyTorch's own styles, ``ColwiseParallel`` and ``RowwiseParallel``. Import this
+module by its name; it imports ``torch.distributed.tensor``.
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ __all__ = ["MLPParallel"]
 
 
 def _sharded_layers(module: nn.Module) -> list[tuple[nn.Module, Placement, Placement]]:
-    """The layers of a block with the placements of their weights and biases."""
+    """Returns the layers of a block with the placements of their weights and biases."""
     column, row = (Shard(0), Shard(0)), (Shard(1), Replicate())
     if isinstance(module, FusedGatedMLP):
         gate, up, down = module.gate_proj, module.up_proj, module.down_proj
@@ -32,24 +32,27 @@ def _sharded_layers(module: nn.Module) -> list[tuple[nn.Module, Placement, Place
 
 
 class MLPParallel(ParallelStyle):
-    """Tensor parallelism of a block that stays one operator: ``FusedMLP`` or ``FusedGatedMLP``.
+    """Tensor parallelism for a ``FusedMLP`` or ``FusedGatedMLP``, which stays one operator.
 
-    What lies between two layers is never gathered: gate and up of a
-    :class:`~torch_fused_linear.FusedGatedMLP` are sharded by column and down by row, and so are the
-    layers of a :class:`~torch_fused_linear.FusedMLP`, in pairs; of an odd number the last is
-    replicated. ``ColwiseParallel`` and ``RowwiseParallel`` for the children work as well, but put
-    hooks on them, and the children then run one by one, without fusion::
-
-        parallelize_module(block, mesh, {"mlp": MLPParallel()})
+    The activations between two layers are never gathered. Gate and up of a
+    :class:`~torch_fused_linear.FusedGatedMLP` are sharded by column and down by row. The layers of
+    a :class:`~torch_fused_linear.FusedMLP` are sharded in the same way, in pairs; the last of an
+    odd number is replicated. ``ColwiseParallel`` and ``RowwiseParallel`` for the children work as
+    well, but put hooks on them, and the children then run one by one, without fusion.
 
     Args:
-        input_layouts: of the input, where it is no DTensor yet. Default: replicated.
-        output_layouts: wanted of the output. Default: replicated.
+        input_layouts: placement of the input, if it is no DTensor yet. Default: replicated.
+        output_layouts: placement of the output. Default: replicated.
         use_local_output: whether the output is this device's own part, an ordinary tensor, instead
             of a DTensor. Default: ``True``.
 
     Raises:
-        NotImplementedError: applied to another module.
+        NotImplementedError: it is applied to another module.
+
+    Examples::
+
+        >>> # needs several processes
+        >>> parallelize_module(block, mesh, {"mlp": MLPParallel()})
     """
 
     def __init__(

@@ -1,42 +1,51 @@
-"""The operators ``torch.ops.fused.<name>`` as functions, a microsecond quicker in eager mode.
+"""The operators ``torch.ops.fused.<name>`` as functions, a microsecond faster in eager mode.
 
 They work under autocast, ``torch.compile``, ``torch.func``, ``torch.export`` and in TorchScript.
 """
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling as is_compiling
 
 from . import subclasses
-from ._arguments import Activation, Approximate, Memory
+from ._arguments import Activation, Approximate, Memory, Precision, check_precision
 from ._library import direct
 from ._torch_internals import register_builtin
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    r"""Applies :math:`y = xW^T + b`.
+    r"""Applies a linear layer, :math:`y = xW^T + b`.
 
-    The same as :func:`torch.nn.functional.linear`. After a fused layer use this one: it takes part
-    in the fused backward.
+    Computes the same as :func:`torch.nn.functional.linear`, and trains with this package's
+    backward.
 
-    Where there is no kernel (other dtypes and layouts, a one-dimensional weight, a bias that is
-    broadcast, nested and quantised tensors, other subclasses of tensors) torch's own functions run;
-    :class:`explain` says so.
+    If there is no kernel for the arguments, PyTorch's own functions run, and :class:`explain` says
+    so. This concerns other dtypes and layouts, a one-dimensional weight, a bias that is broadcast,
+    nested and quantised tensors, and other tensor subclasses. It is the same for all functions
+    here.
 
     Args:
         input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
-        weight: :math:`(\text{out\_features}, \text{in\_features})`, dtype and device of ``input``.
-        bias: :math:`(\text{out\_features})` or ``None``.
+        weight: :math:`(\text{out\_features}, \text{in\_features})`, of ``input``'s dtype and
+            device.
+        bias: :math:`(\text{out\_features})`, of the same dtype and device, or ``None``.
 
     Returns:
         :math:`(*, \text{out\_features})`.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices do not fit: as torch's own function raises it.
-        NotImplementedError: torch's own has no kernel for a dtype or layout either.
+        RuntimeError: shapes, dtypes or devices do not fit, as in PyTorch's own function.
+        NotImplementedError: PyTorch has no kernel for the dtype or layout either.
+
+    Examples::
+
+        >>> x, w, b = torch.randn(8, 16), torch.randn(32, 16), torch.randn(32)
+        >>> linear(x, w, b).shape
+        torch.Size([8, 32])
     """
     if is_compiling() or (y := direct.linear(input, weight, bias)) is None:
         y = _dispatched("linear", input, weight, bias)
@@ -46,26 +55,39 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def linear_relu(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, *, memory: Memory = "default"
 ) -> Tensor:
-    r"""Applies :math:`y = \max(xW^T + b, 0)`; equivalent to ``F.relu(F.linear(input, ...))``.
+    r"""Applies a linear layer and ReLU, :math:`y = \max(xW^T + b, 0)`.
 
-    On a GPU this is one cuBLASLt product with the epilogue ``RELU_BIAS``. The gradient where
-    :math:`y = 0` is 0 and NaN is passed on, as in torch; under ``set_policy("cublaslt")`` the
-    gradient where the pre-activation is exactly 0 is 1, as the library's bit mask has it.
+    Equivalent to ``F.relu(F.linear(input, weight, bias))``. On a GPU this is one cuBLASLt product
+    with the epilogue ``RELU_BIAS``, or a way that was measured to be faster.
+
+    As in PyTorch, the gradient is 0 where :math:`y = 0`, and NaN is passed on. Under
+    ``set_policy("cublaslt")`` the gradient is 1 where the pre-activation is exactly 0, because of
+    the library's bit mask.
 
     The backward keeps the output. With ``memory='low'`` it keeps one bit for each element instead.
-    That is less where nothing else keeps the output (dropout, pooling or a sum follows), and more
-    where the next layer does, as a linear one does.
+    That is less if nothing else keeps the output: dropout, pooling or a sum follows. It is more if
+    the next layer keeps the output, as a linear layer does.
 
     Args:
-        input, weight, bias: as :func:`linear`.
-        memory: ``'default'`` or ``'low'``.
+        input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
+        weight: :math:`(\text{out\_features}, \text{in\_features})`, of ``input``'s dtype and
+            device.
+        bias: :math:`(\text{out\_features})`, of the same dtype and device, or ``None``.
+        memory: ``'default'``, or ``'low'`` to keep bits for the backward.
 
     Returns:
         :math:`(*, \text{out\_features})`.
 
     Raises:
-        RuntimeError, NotImplementedError: as :func:`linear`.
-        ValueError: ``memory`` is neither of these.
+        RuntimeError: shapes, dtypes or devices do not fit, as in PyTorch's own function.
+        NotImplementedError: PyTorch has no kernel for the dtype or layout either.
+        ValueError: ``memory`` is neither ``'default'`` nor ``'low'``.
+
+    Examples::
+
+        >>> x, w, b = torch.randn(8, 16), torch.randn(32, 16), torch.randn(32)
+        >>> y = linear_relu(x, w, b)
+        >>> torch.testing.assert_close(y, F.relu(F.linear(x, w, b)))
     """
     if is_compiling() or (y := direct.linear_relu(input, weight, bias, memory)) is None:
         y = _dispatched("linear_relu", input, weight, bias, memory=memory)
@@ -80,27 +102,38 @@ def linear_gelu(
     approximate: Approximate = "tanh",
     memory: Memory = "default",
 ) -> Tensor:
-    r"""Applies :math:`y = \text{GELU}(xW^T + b)`.
+    r"""Applies a linear layer and GELU, :math:`y = \text{GELU}(xW^T + b)`.
 
-    Equivalent to ``F.gelu(F.linear(input, weight, bias), approximate=approximate)``. Mind the
-    default: ``'tanh'``, which cuBLASLt computes in its epilogue; torch's default is ``'none'``.
-    Neither form is ever computed in the place of the other. See
-    `Gaussian Error Linear Units <https://arxiv.org/abs/1606.08415>`_.
+    Equivalent to ``F.gelu(F.linear(input, weight, bias), approximate=approximate)``. **The default
+    is** ``approximate='tanh'``, which cuBLASLt computes in its epilogue; PyTorch's default is
+    ``'none'``. The two forms are never swapped. See `Gaussian Error Linear Units
+    <https://arxiv.org/abs/1606.08415>`_.
 
-    The backward keeps the pre-activation :math:`z`, and the layer after keeps its input :math:`y`:
-    two tensors, as in torch. ``memory='low'`` is accepted and changes nothing, since a layer alone
-    cannot keep less: :func:`mlp` can.
+    The backward keeps the pre-activation :math:`z`, and the next layer keeps its input :math:`y`:
+    two tensors, as in PyTorch. ``memory='low'`` changes nothing, because a layer alone cannot keep
+    less. :func:`mlp` can.
 
     Args:
-        input, weight, bias: as :func:`linear`.
-        approximate: ``'tanh'`` or ``'none'`` (erf).
-        memory: ``'default'`` or ``'low'``.
+        input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
+        weight: :math:`(\text{out\_features}, \text{in\_features})`, of ``input``'s dtype and
+            device.
+        bias: :math:`(\text{out\_features})`, of the same dtype and device, or ``None``.
+        approximate: ``'tanh'``, or ``'none'`` for erf.
+        memory: ``'default'`` or ``'low'``; no difference here.
 
     Returns:
         :math:`(*, \text{out\_features})`.
 
     Raises:
-        RuntimeError, NotImplementedError, ValueError: as :func:`linear_relu`.
+        RuntimeError: shapes, dtypes or devices do not fit, as in PyTorch's own function.
+        NotImplementedError: PyTorch has no kernel for the dtype or layout either.
+        ValueError: ``approximate`` or ``memory`` is none of these.
+
+    Examples::
+
+        >>> x, w, b = torch.randn(8, 16), torch.randn(32, 16), torch.randn(32)
+        >>> y = linear_gelu(x, w, b, approximate="none")
+        >>> torch.testing.assert_close(y, F.gelu(F.linear(x, w, b)))
     """
     tensors = (input, weight, bias)
     if is_compiling() or (y := direct.linear_gelu(*tensors, approximate, memory)) is None:
@@ -111,22 +144,34 @@ def linear_gelu(
 def linear_silu(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, *, memory: Memory = "default"
 ) -> Tensor:
-    r"""Applies :math:`y = z \cdot \sigma(z)` with :math:`z = xW^T + b`.
+    r"""Applies a linear layer and SiLU, :math:`y = z \cdot \sigma(z)` with :math:`z = xW^T + b`.
 
     Equivalent to ``F.silu(F.linear(input, weight, bias))``; SiLU is also called Swish. cuBLASLt has
-    no epilogue for it: on a GPU it is a product with bias, then one kernel, or on Hopper GPUs one
-    kernel of our own.
+    no epilogue for it. On a GPU it is a product with bias followed by one kernel, or on Hopper GPUs
+    one kernel of our own.
 
-    The backward keeps :math:`z`. ``memory='low'`` changes nothing, as in :func:`linear_gelu`.
+    The backward keeps :math:`z`. ``memory='low'`` changes nothing, because a layer alone cannot
+    keep less. :func:`mlp` can.
 
     Args:
-        input, weight, bias, memory: as :func:`linear_gelu`.
+        input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
+        weight: :math:`(\text{out\_features}, \text{in\_features})`, of ``input``'s dtype and
+            device.
+        bias: :math:`(\text{out\_features})`, of the same dtype and device, or ``None``.
+        memory: ``'default'`` or ``'low'``; no difference here.
 
     Returns:
         :math:`(*, \text{out\_features})`.
 
     Raises:
-        RuntimeError, NotImplementedError, ValueError: as :func:`linear_relu`.
+        RuntimeError: shapes, dtypes or devices do not fit, as in PyTorch's own function.
+        NotImplementedError: PyTorch has no kernel for the dtype or layout either.
+        ValueError: ``memory`` is neither ``'default'`` nor ``'low'``.
+
+    Examples::
+
+        >>> x, w, b = torch.randn(8, 16), torch.randn(32, 16), torch.randn(32)
+        >>> torch.testing.assert_close(linear_silu(x, w, b), F.silu(F.linear(x, w, b)))
     """
     if is_compiling() or (y := direct.linear_silu(input, weight, bias, memory)) is None:
         y = _dispatched("linear_silu", input, weight, bias, memory=memory)
@@ -136,23 +181,36 @@ def linear_silu(
 def linear_relu2(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, *, memory: Memory = "default"
 ) -> Tensor:
-    r"""Applies :math:`y = \max(xW^T + b, 0)^2`, the squared ReLU.
+    r"""Applies a linear layer and squared ReLU, :math:`y = \max(xW^T + b, 0)^2`.
 
-    Equivalent to ``F.relu(F.linear(input, weight, bias)).square()``; done as :func:`linear_silu`.
-    Under autocast it returns autocast's dtype, where ``square`` returns fp32 on a GPU.
-    See `Primer: Searching for Efficient Transformers <https://arxiv.org/abs/2109.08668>`_.
+    Equivalent to ``F.relu(F.linear(input, weight, bias)).square()``. On a GPU it is a product with
+    bias followed by one kernel, or on Hopper GPUs one kernel of our own. Under autocast it returns
+    autocast's dtype, where ``square`` returns fp32 on a GPU. See `Primer: Searching for Efficient
+    Transformers <https://arxiv.org/abs/2109.08668>`_.
 
-    The backward keeps :math:`xW^T + b`. ``memory='low'`` changes nothing, as in
-    :func:`linear_gelu`.
+    The backward keeps :math:`xW^T + b`. ``memory='low'`` changes nothing, because a layer alone
+    cannot keep less. :func:`mlp` can.
 
     Args:
-        input, weight, bias, memory: as :func:`linear_gelu`.
+        input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
+        weight: :math:`(\text{out\_features}, \text{in\_features})`, of ``input``'s dtype and
+            device.
+        bias: :math:`(\text{out\_features})`, of the same dtype and device, or ``None``.
+        memory: ``'default'`` or ``'low'``; no difference here.
 
     Returns:
         :math:`(*, \text{out\_features})`.
 
     Raises:
-        RuntimeError, NotImplementedError, ValueError: as :func:`linear_relu`.
+        RuntimeError: shapes, dtypes or devices do not fit, as in PyTorch's own function.
+        NotImplementedError: PyTorch has no kernel for the dtype or layout either.
+        ValueError: ``memory`` is neither ``'default'`` nor ``'low'``.
+
+    Examples::
+
+        >>> x, w, b = torch.randn(8, 16), torch.randn(32, 16), torch.randn(32)
+        >>> y = linear_relu2(x, w, b)
+        >>> torch.testing.assert_close(y, F.relu(F.linear(x, w, b)).square())
     """
     if is_compiling() or (y := direct.linear_relu2(input, weight, bias, memory)) is None:
         y = _dispatched("linear_relu2", input, weight, bias, memory=memory)
@@ -166,8 +224,10 @@ def mlp(
     activation: Activation = "relu",
     *,
     memory: Memory = "default",
+    precision: Precision = "default",
 ) -> Tensor:
-    r"""Applies linear layers in a chain, with the activation between them and none after the last.
+    r"""Applies linear layers one after the other, with an activation between them and none after
+    the last.
 
     Equivalent to, for ReLU::
 
@@ -175,30 +235,43 @@ def mlp(
             input = F.relu(F.linear(input, weight, bias))
         return F.linear(input, weights[-1], biases[-1])
 
-    It is one node of the graph. The backward applies every hidden layer's activation derivative,
-    and sums its bias gradient, together with the next layer's product (cuBLASLt's ``DRELU_BGRAD``
-    and ``DGELU_BGRAD``, or what is faster). Unless the graph is retained it frees what it has read
-    before it makes room for more.
+    It is one node of the autograd graph. The backward applies each hidden layer's activation
+    derivative, and sums its bias gradient, together with the next layer's product (cuBLASLt's
+    ``DRELU_BGRAD`` and ``DGELU_BGRAD``, or a faster way). Unless the graph is retained, it frees
+    each saved tensor as soon as it has read it.
 
-    With ``memory='low'`` one tensor is kept for each hidden layer instead of two: the backward
-    computes its output again, bit for bit. ReLU keeps one in any case: the output, or where the
-    weight after it is frozen one bit for each element.
+    With ``memory='low'`` the backward keeps one tensor for each hidden layer instead of two, and
+    computes the layer's output again, bit for bit. ReLU keeps one in any case: the output, or one
+    bit for each element if the weight after it is frozen.
 
     Args:
         input: :math:`(*, \text{features}_0)`, any strides; fp64, fp32, fp16 or bf16.
-        weights: one or more, :math:`(\text{features}_{i+1}, \text{features}_i)`.
+        weights: one or more, :math:`(\text{features}_{i+1}, \text{features}_i)`, of ``input``'s
+            dtype and device.
         biases: for each weight :math:`(\text{features}_{i+1})` or ``None``.
         activation: ``'relu'``, ``'gelu_tanh'``, ``'gelu_erf'``, ``'silu'`` or ``'relu2'``.
-        memory: ``'default'`` or ``'low'``.
+        memory: ``'default'``, or ``'low'`` to keep less for the backward.
+        precision: ``'default'``, the dtype of ``input``, or ``'float8'`` to run :func:`float8_mlp`.
 
     Returns:
         :math:`(*, \text{features}_n)`.
 
     Raises:
-        RuntimeError, NotImplementedError: as :func:`linear`.
-        ValueError: there is no weight, not a bias for each, or ``activation`` or ``memory`` is none
-            of these.
+        RuntimeError: shapes, dtypes or devices do not fit, as in PyTorch's own function.
+        NotImplementedError: PyTorch has no kernel for the dtype or layout either.
+        ValueError: there is no weight, the number of biases differs from that of weights, or
+            ``activation``, ``memory`` or ``precision`` is none of these, or ``memory='low'`` is
+            given with ``'float8'``.
+
+    Examples::
+
+        >>> x, w1, w2 = torch.randn(8, 16), torch.randn(32, 16), torch.randn(4, 32)
+        >>> y = mlp(x, [w1, w2], [torch.zeros(32), None], "gelu_erf")
+        >>> torch.testing.assert_close(y, F.linear(F.gelu(F.linear(x, w1)), w2))
     """
+    if precision != "default":
+        check_precision("mlp", precision, memory)
+        return float8_mlp(input, weights, biases, activation)
     if is_compiling() or (y := direct.mlp(input, weights, biases, activation, memory)) is None:
         y = _dispatched("mlp", input, weights, biases, activation, memory=memory)
     return y
@@ -214,39 +287,46 @@ def linear_glu(
     activation: Activation = "silu",
     memory: Memory = "default",
 ) -> Tensor:
-    r"""Applies :math:`y = \text{act}(xW_\text{gate}^T + b_\text{gate}) \odot
-    (xW_\text{up}^T + b_\text{up})`, a gated linear unit.
+    r"""Applies a gated linear unit, :math:`y = \text{act}(xW_\text{gate}^T + b_\text{gate}) \odot
+    (xW_\text{up}^T + b_\text{up})`.
 
     Equivalent to, for SiLU::
 
         F.silu(F.linear(input, gate, gate_bias)) * F.linear(input, up, up_bias)
 
     Without ``up``, ``gate`` holds both weights, gate's rows first, and ``gate_bias`` both biases.
-    (Where up's rows come first pass the two halves.) Weights that lie next to each other in memory,
-    gate first, such as the halves of one, take one product. See
-    `GLU Variants Improve Transformer <https://arxiv.org/abs/2002.05202>`_.
+    If up's rows come first, pass the two halves. Two weights that lie next to each other in memory,
+    gate first, such as the halves of one tensor, take one product. See `GLU Variants Improve
+    Transformer <https://arxiv.org/abs/2002.05202>`_.
 
-    The backward keeps the input and the two pre-activations, and makes both gradients and the sums
-    for the biases in one pass over memory. ``memory='low'`` changes nothing, as in
-    :func:`linear_gelu`: :func:`gated_mlp` can keep less.
+    The backward keeps the input and the two pre-activations. It computes both gradients, and the
+    sums for the biases, in one pass over memory. ``memory='low'`` changes nothing here;
+    :func:`gated_mlp` can keep less.
 
     Args:
         input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
-        gate: :math:`(\text{hidden\_features}, \text{in\_features})`, dtype and device of ``input``;
-            without ``up`` :math:`(2 \cdot \text{hidden\_features}, \text{in\_features})`.
+        gate: :math:`(\text{hidden\_features}, \text{in\_features})`, of ``input``'s dtype and
+            device; without ``up`` :math:`(2 \cdot \text{hidden\_features}, \text{in\_features})`.
         up: :math:`(\text{hidden\_features}, \text{in\_features})` or ``None``.
         gate_bias: :math:`(\text{hidden\_features})`, without ``up`` twice that, or ``None``.
         up_bias: :math:`(\text{hidden\_features})` or ``None``.
         activation: ``'silu'``, ``'gelu_tanh'``, ``'gelu_erf'``, ``'relu'`` or ``'relu2'``.
-        memory: ``'default'`` or ``'low'``.
+        memory: ``'default'`` or ``'low'``; no difference here.
 
     Returns:
         :math:`(*, \text{hidden\_features})`.
 
     Raises:
-        RuntimeError, NotImplementedError: as :func:`linear`.
-        ValueError: ``activation`` or ``memory`` is none of these; without ``up``, ``gate`` cannot
-            be halved or ``up_bias`` is given.
+        RuntimeError: shapes, dtypes or devices do not fit, as in PyTorch's own function.
+        NotImplementedError: PyTorch has no kernel for the dtype or layout either.
+        ValueError: ``activation`` or ``memory`` is none of these; without ``up``, ``gate`` has an
+            odd number of rows or ``up_bias`` is given.
+
+    Examples::
+
+        >>> x, gate, up = torch.randn(8, 16), torch.randn(32, 16), torch.randn(32, 16)
+        >>> y = linear_glu(x, gate, up)
+        >>> torch.testing.assert_close(y, F.silu(x @ gate.T) * (x @ up.T))
     """
     tensors = (input, gate, up, gate_bias, up_bias)
     if is_compiling() or (y := direct.linear_glu(*tensors, activation, memory)) is None:
@@ -265,33 +345,196 @@ def gated_mlp(
     *,
     activation: Activation = "silu",
     memory: Memory = "default",
+    precision: Precision = "default",
 ) -> Tensor:
-    r"""Applies the feed-forward block of most language models: a gated layer and a linear one.
+    r"""Applies a gated linear unit and a linear layer, the feed-forward block of most language
+    models.
 
     Equivalent to ``F.linear(linear_glu(input, gate, up, ...), down, down_bias)``, as one node of
-    the graph. It keeps two tensors of the hidden size, where torch keeps four: what lies between
-    the two layers is computed again in the backward, in a pass over memory that it makes anyway.
+    the autograd graph. It keeps two tensors of the hidden size, where PyTorch keeps four. The
+    backward computes the tensor between the two layers again, in a pass over memory that it makes
+    anyway.
 
-    With ``memory='low'`` it keeps one, and the backward makes the product with ``up`` again, a
-    tenth one in a training step. (Where ``gate`` is both weights it keeps both.)
+    With ``memory='low'`` it keeps one tensor of the hidden size, and the backward computes the
+    product with ``up`` again: ten products in a training step instead of nine. If ``gate`` is both
+    weights, it keeps both pre-activations.
 
     Args:
         input: :math:`(*, \text{in\_features})`, any strides; fp64, fp32, fp16 or bf16.
-        gate, up: as :func:`linear_glu`.
+        gate: :math:`(\text{hidden\_features}, \text{in\_features})`, of ``input``'s dtype and
+            device; without ``up`` :math:`(2 \cdot \text{hidden\_features}, \text{in\_features})`.
+        up: :math:`(\text{hidden\_features}, \text{in\_features})` or ``None``.
         down: :math:`(\text{out\_features}, \text{hidden\_features})`.
-        gate_bias, up_bias: as :func:`linear_glu`.
+        gate_bias: :math:`(\text{hidden\_features})`, without ``up`` twice that, or ``None``.
+        up_bias: :math:`(\text{hidden\_features})` or ``None``.
         down_bias: :math:`(\text{out\_features})` or ``None``.
-        activation, memory: as :func:`linear_glu`.
+        activation: ``'silu'``, ``'gelu_tanh'``, ``'gelu_erf'``, ``'relu'`` or ``'relu2'``.
+        memory: ``'default'``, or ``'low'`` to keep one hidden tensor less.
+        precision: ``'default'``, the dtype of ``input``, or ``'float8'`` to run
+            :func:`float8_gated_mlp`.
 
     Returns:
         :math:`(*, \text{out\_features})`.
 
     Raises:
-        RuntimeError, NotImplementedError, ValueError: as :func:`linear_glu`.
+        RuntimeError: shapes, dtypes or devices do not fit, as in PyTorch's own function.
+        NotImplementedError: PyTorch has no kernel for the dtype or layout either.
+        ValueError: ``activation``, ``memory`` or ``precision`` is none of these, or
+            ``memory='low'`` is given with ``'float8'``; without ``up``, ``gate`` has an odd number
+            of rows or ``up_bias`` is given.
+
+    Examples::
+
+        >>> x, gate, up = torch.randn(8, 16), torch.randn(32, 16), torch.randn(32, 16)
+        >>> gated_mlp(x, gate, up, torch.randn(16, 32)).shape
+        torch.Size([8, 16])
     """
+    if precision != "default":
+        check_precision("gated_mlp", precision, memory)
+        return float8_gated_mlp(
+            input, gate, up, down, gate_bias, up_bias, down_bias, activation=activation
+        )
     tensors = (input, gate, up, down, gate_bias, up_bias, down_bias)
     if is_compiling() or (y := direct.gated_mlp(*tensors, activation, memory)) is None:
         y = _dispatched("gated_mlp", *tensors, activation=activation, memory=memory)
+    return y
+
+
+def float8_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: Activation | Literal["none"] = "none",
+) -> Tensor:
+    r"""Applies a linear layer with its product in FP8, :math:`y = \text{act}(xW^T + b)`.
+
+    The recipe is torchao's ``tensorwise``. Input and weight are cast to ``float8_e4m3fn`` and the
+    gradient of the output to ``float8_e5m2``. Each tensor has one scale, from its largest absolute
+    value. The casts have torchao's bits. The bias is added before the result is rounded, once.
+
+    FP8 products need sizes that are multiples of 16: the features, and the number of rows if the
+    weight's gradient is wanted. Other sizes and empty inputs run in the dtype of ``input``, and so
+    does a GPU without FP8, which starts at compute capability 8.9. :class:`explain` says so.
+
+    Gradients cannot be differentiated again, and :func:`accumulate_gradients` does not cover them.
+    ``vmap``, ``torch.func`` and forward-mode AD raise.
+
+    Args:
+        input: :math:`(*, \text{in\_features})`, any strides; bf16, fp16 or fp32.
+        weight: :math:`(\text{out\_features}, \text{in\_features})`; bf16, fp16 or fp32. A master
+            weight in fp32 is cast to FP8 directly.
+        bias: :math:`(\text{out\_features})` or ``None``; bf16, fp16 or fp32.
+        activation: ``'none'``, ``'relu'``, ``'gelu_tanh'``, ``'gelu_erf'``, ``'silu'`` or
+            ``'relu2'``.
+
+    Returns:
+        :math:`(*, \text{out\_features})`, in the dtype of ``input``; under autocast in autocast's.
+
+    Raises:
+        RuntimeError: shapes or devices do not fit.
+        NotImplementedError: FP8 has no kernel for a dtype, a layout or a tensor subclass.
+        ValueError: ``activation`` is none of these.
+
+    Examples::
+
+        >>> x, w = torch.randn(64, 32), torch.randn(16, 32)
+        >>> float8_linear(x, w, activation="relu").shape
+        torch.Size([64, 16])
+    """
+    if is_compiling() or (y := direct.float8_linear(input, weight, bias, activation)) is None:
+        y = _dispatched("float8_linear", input, weight, bias, activation)
+    return y
+
+
+def float8_mlp(
+    input: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    activation: Activation = "relu",
+) -> Tensor:
+    r"""Applies linear layers with products in FP8, with an activation between them and none after
+    the last.
+
+    It is :func:`mlp` by the recipe of :func:`float8_linear`, as one node of the autograd graph. An
+    activation and the next layer's cast are one pass over memory. So are an activation's
+    derivative, its cast and the bias's gradient. The backward keeps the FP8 copies of inputs and
+    weights, and each hidden pre-activation; for ReLU one bit for each element instead.
+
+    Args:
+        input: :math:`(*, \text{features}_0)`, any strides; bf16, fp16 or fp32.
+        weights: one or more, :math:`(\text{features}_{i+1}, \text{features}_i)`; bf16, fp16 or
+            fp32.
+        biases: for each weight :math:`(\text{features}_{i+1})` or ``None``.
+        activation: ``'relu'``, ``'gelu_tanh'``, ``'gelu_erf'``, ``'silu'`` or ``'relu2'``.
+
+    Returns:
+        :math:`(*, \text{features}_n)`, in the dtype of ``input``; under autocast in autocast's.
+
+    Raises:
+        RuntimeError: shapes or devices do not fit.
+        NotImplementedError: FP8 has no kernel for a dtype, a layout or a tensor subclass.
+        ValueError: there is no weight, the number of biases differs from that of weights, or
+            ``activation`` is none of these.
+
+    Examples::
+
+        >>> x, w1, w2 = torch.randn(32, 16), torch.randn(64, 16), torch.randn(16, 64)
+        >>> float8_mlp(x, [w1, w2], [None, None], "gelu_tanh").shape
+        torch.Size([32, 16])
+    """
+    if is_compiling() or (y := direct.float8_mlp(input, weights, biases, activation)) is None:
+        y = _dispatched("float8_mlp", input, weights, biases, activation)
+    return y
+
+
+def float8_gated_mlp(
+    input: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    down: Tensor,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    activation: Activation = "silu",
+) -> Tensor:
+    r"""Applies the gated feed-forward block of language models with products in FP8.
+
+    It is :func:`gated_mlp` by the recipe of :func:`float8_linear`, as one node of the autograd
+    graph. ``gate`` and ``up`` have a scale each, like two layers of torchao's. If one weight holds
+    both, it has one scale. The backward keeps the FP8 copies of the input, of the input of ``down``
+    and of the weights, and the two pre-activations.
+
+    Args:
+        input: :math:`(*, \text{in\_features})`, any strides; bf16, fp16 or fp32.
+        gate: :math:`(\text{hidden\_features}, \text{in\_features})`; without ``up`` both weights,
+            :math:`(2 \cdot \text{hidden\_features}, \text{in\_features})`, gate's rows first.
+        up: :math:`(\text{hidden\_features}, \text{in\_features})` or ``None``.
+        down: :math:`(\text{out\_features}, \text{hidden\_features})`.
+        gate_bias: :math:`(\text{hidden\_features})`, without ``up`` twice that, or ``None``.
+        up_bias: :math:`(\text{hidden\_features})` or ``None``.
+        down_bias: :math:`(\text{out\_features})` or ``None``.
+        activation: ``'silu'``, ``'gelu_tanh'``, ``'gelu_erf'``, ``'relu'`` or ``'relu2'``.
+
+    Returns:
+        :math:`(*, \text{out\_features})`, in the dtype of ``input``; under autocast in autocast's.
+
+    Raises:
+        RuntimeError: shapes or devices do not fit.
+        NotImplementedError: FP8 has no kernel for a dtype, a layout or a tensor subclass.
+        ValueError: ``activation`` is none of these; without ``up``, ``gate`` has an odd number of
+            rows or ``up_bias`` is given.
+
+    Examples::
+
+        >>> x, gate, up = torch.randn(32, 16), torch.randn(64, 16), torch.randn(64, 16)
+        >>> float8_gated_mlp(x, gate, up, torch.randn(16, 64)).shape
+        torch.Size([32, 16])
+    """
+    tensors = (input, gate, up, down, gate_bias, up_bias, down_bias)
+    if is_compiling() or (y := direct.float8_gated_mlp(*tensors, activation)) is None:
+        y = _dispatched("float8_gated_mlp", *tensors, activation)
     return y
 
 
@@ -304,31 +547,40 @@ def conv2d_relu(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> Tensor:
-    r"""Applies :math:`y = \max(\text{conv2d}(x, W) + b, 0)`.
+    r"""Applies a convolution and ReLU, :math:`y = \max(\text{conv2d}(x, W) + b, 0)`.
 
     Equivalent to ``F.relu(F.conv2d(input, weight, bias, stride, padding, dilation, groups))``. On a
-    GPU it is cuDNN's convolution with bias and ReLU in one call where a trial, made once for each
-    problem, finds that quicker and right, else cuDNN's convolution and one pass over memory for
-    both. The backward keeps the output; one pass gives the gradients of ReLU and of the bias, then
-    cuDNN's two products follow. The gradient where :math:`y = 0` is 0 under every policy.
+    GPU it is cuDNN's convolution with bias and ReLU in one call, if a trial, made once for each
+    problem, finds that faster and right. Otherwise it is cuDNN's convolution and one pass over
+    memory for bias and ReLU. The backward keeps the output. One pass computes the gradients of ReLU
+    and of the bias, followed by cuDNN's two products. The gradient is 0 where :math:`y = 0`, under
+    every policy.
 
     Args:
         input: :math:`(N, C_\text{in}, H, W)` or :math:`(C_\text{in}, H, W)`, any strides; fp64,
             fp32, fp16 or bf16.
-        weight: :math:`(C_\text{out}, C_\text{in} / \text{groups}, k_H, k_W)`, dtype and device of
-            ``input``.
+        weight: :math:`(C_\text{out}, C_\text{in} / \text{groups}, k_H, k_W)`, of ``input``'s dtype
+            and device.
         bias: :math:`(C_\text{out})` or ``None``.
-        stride, padding, dilation: one number or (height, width); zeros are put on both sides.
-        groups: into how many the channels are divided.
+        stride, padding, dilation: one number or (height, width); padding adds zeros on both sides.
+        groups: number of groups that the channels are divided into.
 
     Returns:
-        :math:`(N, C_\text{out}, H_\text{out}, W_\text{out})`, without :math:`N` where ``input`` is,
-        channels-last where ``input`` or ``weight`` is, else contiguous.
+        :math:`(N, C_\text{out}, H_\text{out}, W_\text{out})`, without :math:`N` if ``input`` has
+        none; channels-last if ``input`` or ``weight`` is, otherwise contiguous.
 
     Raises:
-        RuntimeError, NotImplementedError: as :func:`torch.nn.functional.conv2d`.
-        TypeError: ``stride``, ``padding`` or ``dilation`` is no number: ``padding='same'`` is for
+        RuntimeError: shapes, dtypes or devices do not fit, as in
+            :func:`torch.nn.functional.conv2d`.
+        NotImplementedError: PyTorch has no kernel for the dtype or layout either.
+        TypeError: ``stride``, ``padding`` or ``dilation`` is no number; ``padding='same'`` is for
             the layer, :class:`FusedConv2dReLU`.
+
+    Examples::
+
+        >>> x, w = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
+        >>> conv2d_relu(x, w, padding=1).shape
+        torch.Size([2, 4, 8, 8])
     """
     pairs = _pair("stride", stride), _pair("padding", padding), _pair("dilation", dilation)
     if is_compiling() or (y := direct.conv2d_relu(input, weight, bias, *pairs, groups)) is None:
@@ -345,25 +597,29 @@ def _pair(name: str, value: int | Sequence[int]) -> list[int]:
 
 
 def _dispatched(name: str, *arguments, **options: str) -> Tensor:
-    """Calls the operator, or for a tensor of a class of its own torch's functions."""
+    """Calls the operator, or torch's functions for a tensor subclass."""
     for (what, kind), given in () if is_compiling() else zip(_tensors(name), arguments):
         _expect(what, kind, given)
     flat = [each for x in arguments for each in (x if isinstance(x, (list, tuple)) else [x])]
-    if any(map(subclasses.is_foreign, flat)):
+    foreign = next(filter(subclasses.is_foreign, flat), None)
+    if foreign is not None:
+        if name not in subclasses.COMPUTES:
+            what = f"tensors of the class {type(foreign).__name__}"
+            raise NotImplementedError(f"{name}: {what} are not implemented for FP8")
         return subclasses.COMPUTES[name](*arguments, **options)
     return getattr(torch.ops.fused, name)(*arguments, **options)
 
 
 @cache
 def _tensors(name: str) -> list[tuple[str, str]]:
-    """The tensors of an operator, which come first: how an error begins, and the type."""
+    """Lists an operator's tensors, which come first: the beginning of an error, and the type."""
     schema = getattr(torch.ops.fused, name).default._schema.arguments
     kinds = [(f"{name}: expected {a.name}", str(a.type)) for a in schema]
     return [(what, kind) for what, kind in kinds if "Tensor" in kind]
 
 
 def _expect(what: str, kind: str, given: object) -> None:
-    """Raises where the schema wants tensors and something else is given."""
+    """Raises ``TypeError`` if the schema wants tensors and something else is given."""
     is_list, is_tensor = kind.startswith("List["), hasattr(type(given), "__torch_function__")
     is_free = given is None and kind.startswith("Optional")
     if is_list and hasattr(given, "__len__") and not is_tensor:
@@ -374,5 +630,5 @@ def _expect(what: str, kind: str, given: object) -> None:
 
 
 # TorchScript takes the operators for them; it knows no arguments by name alone.
-for _name in subclasses.COMPUTES:
+for _name in (*subclasses.COMPUTES, "float8_linear", "float8_mlp", "float8_gated_mlp"):
     register_builtin(globals()[_name], f"fused::{_name}")

@@ -1,4 +1,4 @@
-"""Our operators in ONNX, for ``torch.onnx.export(..., dynamo=True)``."""
+"""The operators' translation for ``torch.onnx.export(..., dynamo=True)``."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,33 +11,30 @@ from .activations import ACTIVATIONS, OPERATORS, of_operator
 
 
 def onnx_translation_table(opset_version: int = 20) -> dict[Any, Callable]:
-    """How ``torch.onnx.export`` is to write the fused operators.
+    """Returns the table by which ``torch.onnx.export`` writes the fused operators.
 
-    ::
-
-        torch.onnx.export(
-            model.eval(),
-            (x,),
-            "model.onnx",
-            dynamo=True,
-            dynamic_shapes=({0: "tokens"},),
-            custom_translation_table=torch_fused_linear.onnx_translation_table(),
-        )
-
-    The file holds standard ONNX only, no operators of ours: ``Gemm``, or ``MatMul`` and ``Add``,
-    then ``Relu``, ``Relu`` and ``Mul``, ``Gelu``, or ``Sigmoid`` and ``Mul``; ``Conv``, then
-    ``Relu``. Before opset 20, which brought ``Gelu``, its formula is written out, of the kind that
-    was asked for; ONNX Runtime puts it together again.
+    The file holds standard ONNX operators only: ``Gemm``, or ``MatMul`` and ``Add``, followed by
+    ``Relu``, ``Relu`` and ``Mul``, ``Gelu``, or ``Sigmoid`` and ``Mul``; ``Conv``, followed by
+    ``Relu``. ``Gelu`` came with opset 20. Before it the formula of the requested form is written
+    out, and ONNX Runtime fuses it again.
 
     Args:
-        opset_version: what ``torch.onnx.export`` is called with, 20 if with none; at least 18.
+        opset_version: the opset that ``torch.onnx.export`` is called with, 20 if with none; at
+            least 18.
 
     Returns:
-        For each operator the function that writes it.
+        For each operator the function that writes it, for ``custom_translation_table``.
 
     Raises:
         ImportError: onnxscript, which the exporter needs as well, is not installed.
         ValueError: ``opset_version`` is below 18.
+
+    Examples::
+
+        >>> # needs onnxscript
+        >>> table = onnx_translation_table()
+        >>> torch.ops.fused.linear_relu.default in table
+        True
     """
     try:
         import onnxscript
@@ -60,8 +57,7 @@ def onnx_translation_table(opset_version: int = 20) -> dict[Any, Callable]:
 
 
 def _with_annotations(writer: Callable, op, types: dict[str, Any]) -> Callable:
-    """The exporter tells tensors from attributes by the signature, whose annotations must be
-    objects."""
+    """Gives a writer the signature by which the exporter tells tensors from attributes."""
     parameters = []
     for argument in op._schema.arguments:
         default = argument.default_value if argument.has_default_value() else Parameter.empty
@@ -120,7 +116,7 @@ class _Operators:
         return self._product(input, weight, bias, _is_matrix(input))
 
     def layer(self, operator: str) -> Callable:
-        """Of a linear operator with its activation."""
+        """Returns the writer of a linear operator with its activation."""
 
         def written(input, weight, bias=None, approximate="tanh", memory="default"):
             activation = of_operator(operator, approximate)

@@ -1,4 +1,4 @@
-"""Weights kept as a CPU multiplies with them best, for modules that ask for it."""
+"""Weights kept in the layout that a CPU multiplies fastest, for modules that ask for it."""
 
 from collections.abc import Iterator
 
@@ -9,35 +9,43 @@ from ._arguments import check_module
 
 
 def pack_weights(module: nn.Module) -> int:
-    """Lets the frozen weights of a module be kept in the layout that oneDNN multiplies with.
+    """Keeps the frozen weights of a module in oneDNN's own layout, which a CPU multiplies faster.
 
-    The copy is made at the first call with each weight, and takes the memory of the weight once
-    more, until the weight is freed or :func:`unpack_weights`. It is used in bf16, where it helps
-    most with few tokens, and in fp32 on processors with AVX-512 that are not Intel's, from about
+    The copy is made at the first call with each weight, and takes as much memory as the weight,
+    until the weight is freed or :func:`unpack_weights` is called. It is used in bf16, where it
+    helps most with few tokens, and in fp32 on CPUs with AVX-512 that are not Intel's, from about
     128 tokens. Parameters and ``state_dict`` stay as they are.
 
-    A weight that has changed is packed again: after ``load_state_dict()``, ``.to()``,
-    ``weight.data = ...``, ``swap_tensors`` and writes in place. One that has been trained since,
-    or another parameter put in its place, is used as it is.
+    A weight that has changed is packed again: after ``load_state_dict()``, ``.to()``, ``weight.data
+    = ...``, ``swap_tensors`` and writes in place. A weight that has been trained since, or another
+    parameter in its place, is used unpacked.
 
     Warning:
-        Writes that torch does not count are not noticed, and the old weight is used: through
+        Writes that PyTorch does not count are not noticed, and the old weight is used: through
         ``weight.data``, its storage, NumPy or DLPack, by a collective of ``torch.distributed``, by
-        another process, by a kernel that torch does not know, or by a fused optimizer with
-        gradients that no backward made. Call :func:`unpack_weights` before, and this function again
-        after. docs/memory.md has examples.
+        another process, by a kernel that PyTorch does not know, or by a fused optimizer with
+        gradients that no backward made. Call :func:`unpack_weights` before such a write, and this
+        function again after it. docs/memory.md has examples.
 
     Args:
-        module: its :class:`torch.nn.Linear` layers, fused ones among them, are meant.
+        module: its :class:`torch.nn.Linear` layers, including fused ones, are packed.
 
     Returns:
-        How many weights were declared.
+        The number of weights that will be packed.
 
     Raises:
-        ValueError: if a weight is not frozen (``requires_grad`` False), not on the CPU, a view or
-            an inference tensor; nothing is packed then.
-        TypeError: if a weight is of a class of its own.
-        NotImplementedError: if its dtype is not float64, float32, float16 or bfloat16.
+        ValueError: a weight is not frozen (``requires_grad`` is True), not on the CPU, a view or an
+            inference tensor; nothing is packed then.
+        TypeError: ``module`` is not an ``nn.Module``, or a weight is a tensor subclass.
+        NotImplementedError: a weight's dtype is not float64, float32, float16 or bfloat16.
+
+    Examples::
+
+        >>> layer = FusedLinearGELU(16, 32, dtype=torch.bfloat16).requires_grad_(False)
+        >>> pack_weights(layer)
+        1
+        >>> layer(torch.randn(1, 16, dtype=torch.bfloat16)).shape
+        torch.Size([1, 32])
     """
     check_module("pack_weights", module)
     declared = []
@@ -57,13 +65,22 @@ def pack_weights(module: nn.Module) -> int:
 
 
 def unpack_weights(module: nn.Module) -> int:
-    """Takes :func:`pack_weights` back and frees the copies.
+    """Undoes :func:`pack_weights` and frees the copies.
 
     Args:
-        module: the same, or a part of it.
+        module: the module whose weights were packed, or a part of it.
 
     Returns:
-        How many weights had been declared.
+        The number of weights that were packed, or would have been.
+
+    Raises:
+        TypeError: ``module`` is not an ``nn.Module``.
+
+    Examples::
+
+        >>> layer = FusedLinear(16, 32).requires_grad_(False)
+        >>> pack_weights(layer), unpack_weights(layer)
+        (1, 1)
     """
     check_module("unpack_weights", module)
     return sum(torch.ops.fused._unpack_weight(weight) for _, weight in _weights(module))

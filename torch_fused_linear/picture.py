@@ -95,10 +95,11 @@ def draw_pattern(
 
 
 def spans(before: tuple[str, ...], after: tuple[str, ...]) -> list[tuple[int, int]]:
-    """Of each operator after: its first column, and how many operators before it stands for.
+    """Returns for each operator after fusing its first column, and how many operators before it
+    replaces.
 
-    A fused operator stands for all from its MatMul or Conv2d up to the next but dropouts, which
-    follow it; ``mlp`` and a gated one for more of them.
+    A fused operator replaces all from its MatMul or Conv2d up to the next one, except dropouts,
+    which follow it. ``mlp`` and a gated operator replace several such groups.
     """
     products = ("MatMul", "Conv2d")
     starts = [i for i, operator in enumerate(before) if operator in products] + [len(before)]

@@ -1,23 +1,23 @@
-"""Plans: how each product is done on this GPU, found by measuring, once, and remembered.
+"""Plans: how each product is computed on this GPU, measured once and remembered.
 
-cuBLASLt offers several algorithms for a product, and a layer can be done in several ways: with the
-library's fused epilogue, with our own kernel after a plain product, or as eager does it. Which is
-the fastest differs from GPU to GPU and from size to size by up to a half. So the first time that a
-problem is met, the candidates are tried on the spot, and the fastest that is as exact as eager is
-kept: what NVIDIA's nvmath-python calls plan, autotune and execute, done inside of the operator.
-Token counts between two powers of two share a plan.
+cuBLASLt offers several algorithms for a product, and a layer can be computed in several ways: with
+the library's fused epilogue, with our own kernel after a plain product, or as eager PyTorch does
+it. The fastest way differs from GPU to GPU and from size to size, by up to a half. So when a
+problem is first met, the candidates are timed on the spot, and the fastest that is as exact as
+eager is kept. (NVIDIA's nvmath-python calls this plan, autotune and execute.) Token counts between
+two powers of two share a plan.
 
 Nothing is measured while a CUDA graph is captured, under
-``torch.use_deterministic_algorithms(True)``, and with a budget of 0; the choice is then a fixed
-rule's, or that of plans loaded from a file. Timing decides which algorithm runs, so two processes
-may differ in the last bits; with the same file they do not.
+``torch.use_deterministic_algorithms(True)``, and with a budget of 0. A fixed rule, or plans from a
+file, then decide. Timing decides which algorithm runs, so two processes may differ in the last
+bits; with the same file they do not.
 
-A plan from a file is tried for its exactness before its first use in a process, as one that was
-measured is.
+A plan from a file is checked for its exactness before its first use in a process, like a measured
+one.
 
-Environment variables: ``TORCH_FUSED_LINEAR_PLANS`` names a file that is read at first and written
-when the process ends (several processes may share it); ``TORCH_FUSED_LINEAR_BUDGET_MS`` is the
-budget; ``TORCH_FUSED_LINEAR_VERBOSE=1`` prints a line for every decision.
+Environment variables: ``TORCH_FUSED_LINEAR_PLANS`` names a file that is read at the start and
+written when the process ends (several processes may share it); ``TORCH_FUSED_LINEAR_BUDGET_MS`` is
+the budget; ``TORCH_FUSED_LINEAR_VERBOSE=1`` prints a line for every decision.
 """
 
 import contextlib
@@ -38,54 +38,85 @@ from ._torch_internals import floats_in as _floats_in
 
 
 def save(path: str | os.PathLike) -> None:
-    """Writes this process's plans for the current GPU to a file, at once and as a whole.
+    """Writes this process's plans for the current GPU to a file, all at once.
 
     Args:
-        path: of the file; the plans that an old one has for this GPU are replaced. What it holds
-            for others, or in lines that this version does not understand, stays.
+        path: the file. The plans that an existing file has for this GPU are replaced; those for
+            other GPUs, and lines that this version does not understand, stay.
 
     Raises:
         RuntimeError: there is no GPU, or the file cannot be written.
+
+    Examples::
+
+        >>> # needs a GPU
+        >>> plans.save("plans.txt")
     """
     torch.ops.fused._plans_save(os.fspath(path))
 
 
 def load(path: str | os.PathLike) -> int:
-    """Reads plans from a file, which take the place of what this process has measured.
+    """Reads plans from a file; they replace the plans that this process has measured.
 
     Args:
-        path: of a file that :func:`save` wrote.
+        path: a file that :func:`save` wrote.
 
     Returns:
-        How many plans there were.
+        The number of plans.
 
     Raises:
         ValueError: the file cannot be read, is damaged, or was made for another model of GPU,
             version of cuBLASLt or driver. Nothing of it is used then.
         RuntimeError: there is no GPU.
+
+    Examples::
+
+        >>> # needs a GPU
+        >>> plans.save("plans.txt")
+        >>> count = plans.load("plans.txt")
     """
     return torch.ops.fused._plans_load(os.fspath(path))
 
 
 def clear() -> None:
-    """Forgets all plans: every problem is measured anew when it is next met."""
+    """Forgets all plans. Every problem is measured again when it is next met.
+
+    Examples::
+
+        >>> plans.clear()
+        >>> plans.show()
+        ''
+    """
     torch.ops.fused._plans_clear()
 
 
 def show() -> str:
-    """A line for each plan: pass, problem (rows x inner x columns), strategy, times, origin."""
+    """Returns a line for each plan: pass, problem (rows x inner x columns), strategy, times and
+    origin.
+
+    Returns:
+        The lines as one string; empty on a CPU.
+
+    Examples::
+
+        >>> lines = plans.show().splitlines()
+    """
     return "\n".join(sorted(torch.ops.fused._plans_show()))
 
 
 def verbose(level: int) -> None:
-    """Sets how much is told on standard error.
+    """Sets how much is printed on standard error about decisions.
 
     Args:
-        level: nothing (0, the default), a line for every decision (1), and what every candidate
-            took (2).
+        level: 0 (the default) prints nothing, 1 a line for every decision, 2 every candidate's time
+            as well.
 
     Raises:
-        ValueError: it is another number.
+        ValueError: ``level`` is another number.
+
+    Examples::
+
+        >>> plans.verbose(0)
     """
     torch.ops.fused._plans_set_verbosity(level)
 
@@ -93,15 +124,22 @@ def verbose(level: int) -> None:
 class budget(_Switch):
     """Sets how long a problem may be measured, for the whole process.
 
-    A plain call sets it; as a context manager or a decorator it is put back at the end.
+    A plain call sets it. As a context manager or a decorator it restores the former budget at the
+    end.
 
     Args:
-        milliseconds: per problem; 0 switches measuring off. 200 at first. Small problems take less;
-            loading kernels for the first time may take some more.
+        milliseconds: for each problem; 200 by default. 0 switches measuring off. Small problems
+            take less. Loading kernels for the first time may take some more.
 
     Raises:
-        ValueError: it is negative, or more than a million.
-        TypeError: it is no number.
+        ValueError: ``milliseconds`` is negative, or more than a million.
+        TypeError: ``milliseconds`` is no number.
+
+    Examples::
+
+        >>> with plans.budget(50):
+        ...     plans.get_budget()
+        50.0
     """
 
     _get, _set = "_plans_budget", "_plans_set_budget"
@@ -112,19 +150,26 @@ class budget(_Switch):
 
 
 class patience(_Switch):
-    """Sets how long a token count goes by the plan of a neighbour before it is measured itself.
+    """Sets how many calls with a new token count use a neighbour's plan before it is measured.
 
-    Token counts between two powers of two share a plan. One outside of them whose neighbour, with
-    up to four times or a quarter of the tokens, has been measured takes that plan at first, if it
-    is as exact as eager there; measuring every size at once would not pay where sizes change all
-    the time. A plain call sets it; as a context manager or a decorator it is put back at the end.
+    Token counts between two powers of two share a plan. Another token count first uses the plan of
+    its neighbour, with up to four times or a quarter of the tokens, if one was measured and is as
+    exact as eager there. Measuring every size at once would not pay if sizes change all the time. A
+    plain call sets the number. As a context manager or a decorator it restores the former one at
+    the end.
 
     Args:
-        calls: of a problem, until it is measured; 0: at once. 256 at first.
+        calls: calls of a problem until it is measured; 0 measures at once. 256 by default.
 
     Raises:
-        ValueError: it is negative.
-        TypeError: it is no integer.
+        ValueError: ``calls`` is negative.
+        TypeError: ``calls`` is no integer.
+
+    Examples::
+
+        >>> with plans.patience(0):
+        ...     plans.get_patience()
+        0
     """
 
     _get, _set = "_plans_patience", "_plans_set_patience"
@@ -135,27 +180,51 @@ class patience(_Switch):
 
 
 def get_patience() -> int:
-    """The patience in force, in calls."""
+    """Returns the patience in force.
+
+    Returns:
+        The number of calls; :class:`patience` explains it.
+
+    Examples::
+
+        >>> with plans.patience(10):
+        ...     plans.get_patience()
+        10
+    """
     return torch.ops.fused._plans_patience()
 
 
 def get_budget() -> float:
-    """The budget in force, in milliseconds per problem."""
+    """Returns the budget in force.
+
+    Returns:
+        Milliseconds for each problem.
+
+    Examples::
+
+        >>> with plans.budget(50):
+        ...     plans.get_budget()
+        50.0
+    """
     return torch.ops.fused._plans_budget()
 
 
 def warmup(module: nn.Module, *inputs: Any, **kwargs: Any) -> None:
-    """Runs a module once, so that all plans which it needs are there, measured for its very sizes:
-    for servers, and for before a CUDA graph is captured.
+    """Runs a module once, so that all plans for these very sizes exist: for servers, and before a
+    CUDA graph is captured.
 
-    Forward only, under the grad mode in force; where gradients are enabled and the output has any,
-    backward too. Gradients, buffers and the random state are afterwards as they were. A terminal is
-    told after two seconds how many plans there are by now; how many there will be is not known
-    before the run is over.
+    It runs the forward under the grad mode in force and, if gradients are enabled and the output
+    has any, the backward. Gradients, buffers and the random state are afterwards as they were. On a
+    terminal it shows after two seconds how many plans exist so far; how many there will be is not
+    known before the run is over.
 
     Args:
-        module: any module or callable.
-        inputs, kwargs: what it is called with, of the sizes that will be used.
+        module: a module or callable.
+        inputs, kwargs: the arguments that it is called with, of the sizes that will be used.
+
+    Examples::
+
+        >>> plans.warmup(FusedMLP(16, 64, 16), torch.randn(32, 16))
     """
     parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
     tensors = [t for t in (*inputs, *kwargs.values(), *parameters) if isinstance(t, Tensor)]
@@ -180,7 +249,7 @@ _SECONDS_UNTOLD = 2.0
 
 @contextlib.contextmanager
 def _told_on_a_terminal() -> Iterator[None]:
-    """A line on standard error with the plans and the seconds so far, wiped at the end."""
+    """Shows plans and seconds so far in a line on standard error, wiped at the end."""
     if not sys.stderr.isatty():
         yield
         return
@@ -207,20 +276,26 @@ def _told_on_a_terminal() -> Iterator[None]:
 def broadcast(group: Any = None, source: int = 0) -> int:
     """Gives the plans of one process to all, so that all compute the same bits in the same way.
 
-    Every process of the group calls it, for example after :func:`warmup` in one of them, or in all:
-    what the others have decided is forgotten. From then on nothing that has a plan is measured.
+    Call it in every process of the group, for example after :func:`warmup` in one of them or in
+    all. The other processes forget their own decisions. From then on nothing that has a plan is
+    measured.
 
     Args:
-        group: of processes, as ``torch.distributed`` has it; all of them by default.
-        source: whose plans they are, by its rank within the group.
+        group: a process group of ``torch.distributed``. Default: all processes.
+        source: the rank within the group of the process whose plans are used.
 
     Returns:
-        How many plans there were.
+        The number of plans.
 
     Raises:
-        RuntimeError: the source could not save its plans, which every process then raises.
+        RuntimeError: the source could not save its plans; every process raises this then.
         ValueError: this process has another model of GPU, version of cuBLASLt or driver than the
             source. It keeps its own plans then.
+
+    Examples::
+
+        >>> # needs several processes
+        >>> plans.broadcast()
     """
     import torch.distributed as dist
 

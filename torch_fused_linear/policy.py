@@ -1,4 +1,4 @@
-"""How the work is to be done: process-wide choices."""
+"""The process-wide choice of how the work is done."""
 
 import torch
 
@@ -6,39 +6,59 @@ from ._switch import Switch
 
 
 class set_policy(Switch):
-    """Chooses how the fused operators do their work, for the whole process.
+    """Sets how the fused operators do their work, for the whole process.
 
-    A plain call sets it. As a context manager, which may be entered again and within itself, and as
-    a decorator, what was in force before is put back at the end::
-
-        set_policy("cublaslt")
-        with set_policy("eager"):
-            ...
+    A plain call sets it. As a context manager, which may be nested, or as a decorator, it restores
+    the policy that was in force before.
 
     The environment variable ``TORCH_FUSED_LINEAR_POLICY`` sets it before the first call.
 
     Args:
         policy: one of
 
-            - ``"auto"`` (default): the fastest way known that keeps torch's semantics;
+            - ``"auto"`` (default): the fastest known way that keeps PyTorch's semantics;
             - ``"cublaslt"``: cuBLASLt's own fused epilogues wherever they exist, with the library's
-              roundings. The gradient of ReLU is then that of the library's bit mask: at a
-              pre-activation of exactly 0 it is 1, where torch's is 0; at NaN, in 16 bits on a GPU,
-              it is 0, where torch's is 1;
-            - ``"eager"``: the plain formula, operator by operator.
+              rounding. ReLU's gradient then comes from the library's bit mask: it is 1 at a
+              pre-activation of exactly 0, where PyTorch's is 0; in 16 bits on a GPU it is 0 at NaN,
+              where PyTorch's is 1;
+            - ``"eager"``: the plain formula, operator by operator;
+            - ``"batch_invariant"``: a row of a result, and of its input's gradient, has the same
+              bits whatever other rows are in the call, or the call raises. See
+              :doc:`invariance` for the conditions.
 
     Raises:
-        ValueError: the name is not one of these.
-        TypeError: it is no name.
+        NotImplementedError: raised by a call under ``"batch_invariant"`` that cannot be
+            batch-invariant.
+        ValueError: ``policy`` is none of these.
+        TypeError: ``policy`` is no string.
+
+    Examples::
+
+        >>> with set_policy("eager"):
+        ...     get_policy()
+        'eager'
+        >>> get_policy()
+        'auto'
     """
 
     _get, _set = "_policy", "_set_policy"
-    _argument, _expected, _types = "policy", "'auto', 'cublaslt' or 'eager'", (str,)
+    _argument, _types = "policy", (str,)
+    _expected = "'auto', 'cublaslt', 'eager' or 'batch_invariant'"
 
     def __init__(self, policy: str) -> None:
         super().__init__(policy)
 
 
 def get_policy() -> str:
-    """The policy in force: ``"auto"``, ``"cublaslt"`` or ``"eager"``."""
+    """Returns the name of the policy in force.
+
+    Returns:
+        ``"auto"``, ``"cublaslt"``, ``"eager"`` or ``"batch_invariant"``; :class:`set_policy`
+        explains them.
+
+    Examples::
+
+        >>> get_policy()
+        'auto'
+    """
     return torch.ops.fused._policy()

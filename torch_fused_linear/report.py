@@ -1,4 +1,4 @@
-"""A report of what the fused operators did, and why."""
+"""The report that ``explain`` makes: what ran in each call of an operator, and why."""
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
@@ -12,14 +12,14 @@ class Call:
     """One call of an operator's kernel.
 
     Attributes:
-        operator: its name; ``_linear_backward_across`` is a backward in ``mlp`` that also does
-            the activation's part of the layer before.
-        shapes: of the input and the weight.
-        dtype: of both.
-        device: of both.
+        operator: its name. ``_linear_backward_across`` is a backward in ``mlp`` that also computes
+            the activation's derivative of the layer before.
+        shapes: shapes of the input and the weight.
+        dtype: dtype of both.
+        device: device of both.
         path: what ran, step by step: names of cuBLASLt epilogues, "own ..." kernels, "ATen mm",
-            "oneDNN ...", "PyTorch's own (not fused)"; a step that could not be taken stands in
-            parentheses with the reason.
+            "oneDNN ...", "PyTorch's own (not fused)". A step in parentheses was wanted but not
+            possible; the reason follows.
     """
 
     operator: str
@@ -35,7 +35,7 @@ _open_blocks = 0
 
 
 def note(operator: str, input: Tensor, weight: Tensor, reason: str) -> None:
-    """Adds a row, if any are recorded, for what torch's own functions do in an operator's place."""
+    """Adds a row for a call that torch's own functions ran, if any report is open."""
     if _open_blocks:
         path = f"{reason} + PyTorch's own (not fused)"
         shapes = f"{list(input.shape)} x {list(weight.shape)}"
@@ -45,17 +45,20 @@ def note(operator: str, input: Tensor, weight: Tensor, reason: str) -> None:
 
 
 class explain:
-    """Records what the fused operators do inside a ``with`` block::
+    """Records what the fused operators do inside a ``with`` block.
 
-        with torch_fused_linear.explain() as report:
-            loss(model(x), y).backward()
-        print(report)
+    Attribute ``calls`` is a list of :class:`~torch_fused_linear.report.Call`. Printed, the report
+    is a table. Recording is process-wide, and costs nothing outside of a block. Blocks may be
+    nested and open in several threads; each has everything that ran while it was open. If an object
+    is entered again, it has the calls of the last block. A call that is replayed from a CUDA graph,
+    or compiled into one kernel with others, does not show.
 
-    ``report.calls`` is a list of :class:`~torch_fused_linear.report.Call`; printed, the report is a
-    table. Recording is process-wide, and costs nothing outside of a block. Blocks may be nested and
-    open in several threads: each has all that ran while it was open. An object entered again has
-    what ran in the last block. A call replayed from a CUDA graph, or compiled into one kernel with
-    others, does not show.
+    Examples::
+
+        >>> with explain() as report:
+        ...     y = FusedLinearReLU(8, 16)(torch.randn(4, 8))
+        >>> report.calls[0].operator
+        'linear_relu'
     """
 
     def __init__(self) -> None:
@@ -79,7 +82,7 @@ class explain:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a text."""
+    """Returns the lines of a text table."""
     widths = [max(map(len, column)) for column in zip(head, *rows)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (head, *rows)]
     return [lines[0], "-" * max(map(len, lines)), *lines[1:]]

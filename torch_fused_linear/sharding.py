@@ -169,7 +169,7 @@ def _register_rules() -> None:
 
 
 def _is_wanted(output: str, rule: Rule, arguments: Mapping[str, object]) -> bool:
-    """Whether a forward keeps this tensor, or a backward is asked for this gradient."""
+    """Returns whether a forward keeps this tensor, or a backward is asked for this gradient."""
     if output in ("grad_up", "grad_up_bias", "up_preactivation") and arguments["up"] is None:
         return False
     if output in ("gate_preactivation", "up_preactivation"):

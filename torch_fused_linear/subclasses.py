@@ -24,7 +24,7 @@ _known: tuple[type, ...] = PLAIN
 
 
 def is_foreign(tensor: object) -> bool:
-    """Whether it is a tensor of a class that has to be asked what to do with it."""
+    """Returns whether a tensor is of a class that must be asked how to handle it."""
     return type(tensor) not in _known and isinstance(tensor, Tensor)
 
 
@@ -44,7 +44,7 @@ def _begin(operator: str, input: Tensor, weight: Tensor, **arguments: str) -> No
 
 
 def layer(operator, input, weight, bias=None, *, approximate="tanh", memory="default") -> Tensor:
-    """Of ``linear`` and the operators with an activation; ``approximate`` is of GELU alone."""
+    """Computes ``linear`` or an operator with an activation; ``approximate`` is for GELU alone."""
     _begin(operator, input, weight, approximate=approximate, memory=memory)
     output = F.linear(input, weight, bias)
     activation = of_operator(operator, approximate)

@@ -65,7 +65,7 @@ def wall_clock(call: Call, times: int) -> float:
 
 
 def event_clock(call: Call, times: int) -> float:
-    """What the GPU needs for the calls, waiting for the CPU included."""
+    """Returns the time between events around the calls, including the GPU's wait for the CPU."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(times):

@@ -59,7 +59,7 @@ Tensor main_grad(const Tensor& weight, bool added) {
   return dispatch::by_python<dispatch::MainGrad>(weight, added).value_or(Tensor());
 }
 
-// Whether hooks listen behind the sum.
+// Tells whether hooks run after the sum.
 bool is_heard(GraphNode& accumulator) {
   return !accumulator.post_hooks().empty() || accumulator.tensor_post_acc_grad_hooks() != nullptr;
 }
@@ -89,14 +89,14 @@ class DropZeros final : public torch::autograd::FunctionPreHook {
   GraphNode& accumulator_;  // which holds the hook
 };
 
-// Whether hooks see the gradient before the sum.
+// Tells whether hooks see the gradient before the sum.
 bool is_watched(GraphNode& accumulator) {
   return !accumulator.tensor_pre_hooks().empty() || !accumulator.retains_grad_hooks().empty() ||
          !std::ranges::all_of(accumulator.pre_hooks(), DropZeros::is);
 }
 
-// Who would see this gradient apart from the sum, or nullptr. A bias's is not added before any hook
-// of the layer's parameters has run: it may look at all of them.
+// Names the observer that would see this gradient apart from the sum, or nullptr. Hooks on the
+// layer's other parameters may look at the bias's gradient, so they count for a bias.
 const char* observer_of(GraphNode& node, GraphNode& accumulator, bool is_bias) {
   if (at::GradMode::is_enabled()) return "create_graph";
   if (torch::autograd::AnomalyMode::is_enabled()) return "anomaly mode";
@@ -112,7 +112,7 @@ const char* observer_of(GraphNode& node, GraphNode& accumulator, bool is_bias) {
   return nullptr;
 }
 
-// Whether the gradient of a weight of 16 bits is to be in fp32.
+// Tells whether a 16-bit weight wants its gradient in fp32.
 bool is_widened(const Tensor& weight) {
   return weight.grad_dtype() == at::kFloat && weight.element_size() == 2;
 }
@@ -137,7 +137,7 @@ bool is_shared(const Tensor& into, const Tensor& read) {
   return read.defined() && read.has_storage() && into.is_alias_of(read);
 }
 
-// Whether a result that is no leaf may be a view of the weight as a whole.
+// Tells whether a result that is no leaf may be a view of the whole weight.
 bool may_be_view(const torch::autograd::Edge& edge, const Tensor& weight) {
   if (!edge.is_valid()) return false;
   const auto& made = edge.function->input_metadata(edge.input_nr);
@@ -240,7 +240,7 @@ Tensor Target::add(const Tensor& grad, const Tensor& input, std::optional<at::Sc
   const auto address = reinterpret_cast<int64_t>(into.storage().unsafeGetStorageImpl());
   const bool is_read = is_shared(into, grad) || is_shared(into, input) || is_shared(into, weight) ||
                        std::ranges::count(storages, address) > 0;
-  // What is summed already torch adds by one kernel as well.
+  // The sum is there already: torch adds it with one kernel, too.
   const bool is_sum = !input.defined() && grad.dim() == 1;
   if (is_sum && !is_main && grad.scalar_type() == into.scalar_type()) return grad;
   const char* why = adds && is_read ? shares_memory : nullptr;

@@ -1,8 +1,8 @@
 #pragma once
 
-// Gradients of weights that the product itself adds to what is there (beta = 1), and of biases that
-// their sum adds: to `.grad`, or to Megatron's `main_grad`. Asked for by weight; everything that
-// torch's way could be seen by keeps torch's way.
+// Gradients of weights that the product itself adds to the existing gradient (beta = 1), and of
+// biases that their sum adds: to `.grad`, or to Megatron's `main_grad`. Enabled per weight. If
+// anything could observe a difference (hooks, create_graph), PyTorch accumulates.
 
 #include "autograd/node.h"
 
@@ -12,11 +12,11 @@
 
 namespace fused::autograd::accumulation {
 
-// Into 'grad' or 'main_grad', as the last wish says that has not been taken back.
+// Begins or ends accumulation into 'grad' or 'main_grad'; the last one begun and not ended counts.
 void set(const Tensor& weight, std::string_view into, bool begins);
 std::string get(const Tensor& weight);
 
-// Where a weight's gradient goes in this run of the engine.
+// The place that a weight's gradient goes to in this run of the engine.
 struct Target {
   torch::autograd::Node* accumulator;  // of the weight, AccumulateGrad
   Tensor weight, into;
@@ -30,8 +30,8 @@ struct Target {
              std::span<const int64_t> storages = {}) const;
 };
 
-// Nothing where torch's way is taken: not asked for, something else sees the gradient, or the node
-// goes on to read what would be written.
+// Gives no target if PyTorch accumulates: it was not asked for, something else sees the gradient,
+// or the node still reads the memory that would be written.
 std::optional<Target> target_of(torch::autograd::Node* node, size_t edge,
                                 at::ArrayRef<Tensor> reads = {});
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// What the Autograd kernels ask of their arguments before they choose a way.
+// Questions that the Autograd kernels ask about their arguments before they choose a way.
 
 #include "core/check.h"
 #include "core/policy.h"
@@ -36,7 +36,7 @@ bool wants_gradient(const Tensors&... tensors) {
   return at::GradMode::is_enabled() && (requires_grad(tensors) || ...);
 }
 
-// Whether autograd has anything to do with an argument of an operator.
+// Tells whether autograd has anything to do with an argument of an operator.
 inline bool is_differentiated(const Tensor& tensor) {
   return wants_gradient(tensor) || wants_formula(tensor);
 }

@@ -29,7 +29,7 @@ Triple convolution_backward(const Tensor& dz, const Tensor& input, const Tensor&
                                          groups, wanted);
 }
 
-// The same as an operator, whose results are all there.
+// That backward as an operator, whose results are all defined.
 Triple conv2d_backward(const Tensor& dz, const Tensor& input, const Tensor& weight,
                        SymIntArrayRef stride, SymIntArrayRef padding, SymIntArrayRef dilation,
                        SymInt groups, std::array<bool, 3> wanted) {

@@ -1,6 +1,6 @@
 #pragma once
 
-// What the nodes' backward needs where a tensor was not kept, and for the second derivative.
+// Helpers of the nodes' backward for tensors that were not kept, and for the second derivative.
 
 #include "autograd/node.h"
 #include "reference/linear.h"
@@ -11,7 +11,7 @@
 
 namespace fused::autograd {
 
-// Whether gradients must be differentiable themselves: create_graph, or forward over reverse.
+// Tells whether gradients must be differentiable: create_graph, or forward over reverse.
 inline bool must_be_differentiable(const Tensor& grad, const variable_list& variables) {
   return at::GradMode::is_enabled() || has_tangent(grad) ||
          std::ranges::any_of(variables, [](const Tensor& t) { return has_tangent(t); });

@@ -39,23 +39,24 @@ enum Indices {
   up_index,
   up_bias_index,  // where up's pre-activation is computed again
   down_index,
-  hidden_index,  // what goes into down, where nothing before that wants a gradient
+  hidden_index,  // what goes into down, where it is not made again
   gate_z_index,  // pre-activations
   up_z_index,
   all_indices
 };
 
-// What does not change from call to call.
+// The facts of a node that compiled autograd may treat as constant.
 struct Form {
   Activation activation;
   bool has_up, has_down;
   bool is_joined;      // gate's pre-activations are both, [*, 2 hidden], though there is up
   bool is_up_dropped;  // up's pre-activation is computed again
+  bool is_in_aten;     // the pass is recorded in ATen, for a compiler to fuse
   std::array<bool, 3> by_columns;  // the gradients of gate, up and down
 
   bool is_one_tensor() const { return !has_up || is_joined; }
 
-  // Of the pass: gradients of the pre-activations, of the biases, and the layer's result.
+  // The wanted results of the pass: gradients of the pre-activations and biases, and the result.
   std::array<bool, 5> wanted_of_pass(const std::vector<bool>& wanted, bool hidden) const {
     if (is_one_tensor()) {
       return {wanted[input_edge] || wanted[gate_edge] || wanted[up_edge], false,
@@ -73,7 +74,7 @@ struct State : Work {
     return std::any_of(wanted.begin(), wanted.begin() + down_edge, [](bool w) { return w; });
   }
 
-  // Where the graph is not run again, nobody else holds them.
+  // If the graph is not run again, nothing else holds them.
   void drop_preactivations() {
     for (const size_t index : {gate_z_index, up_z_index}) {
       kept[index].reset();
@@ -111,7 +112,7 @@ void put_bias_gradients(const State& state, const Quintuple& pass, variable_list
   put(gate_bias_edge, first), put(up_bias_edge, second);
 }
 
-// What a backward is made of: kernels, or what is differentiable itself.
+// The steps of a backward: kernels, or formulas that are differentiable.
 struct Kernels {
   static constexpr auto linear_backward = steps::linear_backward;
   static constexpr auto glu = steps::glu;
@@ -175,7 +176,7 @@ Tensor plus_product(const State& state, const Tensor& grad_input, const Tensor& 
   const auto& up = state.kept[up_index];
   // Sharded rows cannot always be viewed as a matrix's, and for a vector eager takes another
   // product.
-  if (!are_kernels<Steps> || is_sharded(dz) || dz.dim() == 1) {
+  if (!are_kernels<Steps> || is_sharded(dz) || dz.dim() == 1 || is_batch_invariant()) {
     return grad_input +
            std::get<0>(backward_of_linear<Steps>(dz, state.kept[input_index], up,
                                                  state.form.by_columns[1], {true, false, false}));
@@ -218,8 +219,8 @@ void put_products(const State& state, const Tensor& gate_dz, const Tensor& up_dz
   }
 }
 
-// Whether the product with down's weight and the pass are one step: only a GPU has a kernel for it,
-// which sums no biases, and sharded gradients may have to be summed in between.
+// Tells whether the product with down's weight and the pass are one step. Only a GPU has a kernel
+// for it, which sums no biases. Sharded gradients may have to be summed in between.
 bool takes_down(const Tensor& grad, bool is_one_tensor, const std::array<bool, 5>& wanted) {
   return grad.is_cuda() && c10::elementSize(grad.scalar_type()) == 2 && !is_sharded(grad) &&
          wanted[0] && (is_one_tensor || wanted[1]) && !wanted[2] && !wanted[3];
@@ -239,6 +240,10 @@ Quintuple pass_of(const State& state, const Tensor& grad, const std::array<bool,
         backward_of_linear<Steps>(grad, {}, down, state.form.by_columns[2], {true, false, false}));
   }
   const auto [gate_z, up_z] = preactivations(state);
+  if (are_kernels<Steps> && state.form.is_in_aten) {
+    if (in_one) grad_output = at::matmul(grad, down);
+    return Formulas::glu_backward({grad_output, gate_z, up_z, state.form.activation, wanted});
+  }
   return Steps::glu_backward({grad_output, gate_z, up_z, state.form.activation, wanted,
                               in_one ? OptionalTensor(down) : std::nullopt});
 }
@@ -260,6 +265,8 @@ variable_list gradients_with(State& state, const Tensor& grad) {
   const auto& wanted = state.wanted;
   const bool wants_down = wanted[down_edge] || wanted[down_bias_edge];
   auto hidden = std::exchange(state.kept[hidden_index], {});
+  // A second derivative goes through the pre-activations.
+  if (!are_kernels<Steps> && state.kept[gate_z_index].defined()) hidden.reset();
   const bool wants_hidden = state.form.has_down && wanted[down_edge] && !hidden.defined();
   const auto wanted_of_pass = state.form.wanted_of_pass(wanted, wants_hidden);
   Quintuple pass;
@@ -284,7 +291,8 @@ variable_list gradients_with(State& state, const Tensor& grad) {
 
 // create_graph: puts the pre-activations back into the graph, halves of one tensor as two.
 void reconnect_layer(State& state) {
-  auto& [activation, has_up, has_down, is_joined, is_up_dropped, by_columns] = state.form;
+  auto& [activation, has_up, has_down, is_joined, is_up_dropped, is_in_aten, by_columns] =
+      state.form;
   auto& kept = state.kept;
   const auto connected = [&](const Tensor& z, size_t weight_index, size_t weight_edge,
                              size_t bias_edge) {
@@ -350,6 +358,7 @@ class GatedNode final : public Node {
             form_.has_down,
             form_.is_joined,
             form_.is_up_dropped,
+            form_.is_in_aten,
             form_.by_columns[0],
             form_.by_columns[1],
             form_.by_columns[2]};
@@ -367,12 +376,13 @@ class GatedNode final : public Node {
 
 // ---- the forward -------------------------------------------------------------------------------
 
-// What of a call needs a gradient, and so what its node keeps.
+// The parts of a call that need a gradient; they decide which tensors its node keeps.
 struct Needs {
   bool before_gate, before_up;  // the gradient of gate's pre-activation, of up's
-  bool before_down, down;       // of what goes into down, of down's weight
+  bool before_down;             // the gradient of what goes into down
   bool reads_up;                // the pass reads up's pre-activation,
   bool drops_up;                // which is not kept, but multiplied again
+  bool keeps_hidden;            // what goes into down
 
   static Needs of(const gated::Layer& layer, const gated::Down& down, Memory memory) {
     const auto& [input, gate, up, gate_bias, up_bias] = layer;
@@ -383,7 +393,8 @@ struct Needs {
     const bool wants_down = requires_grad(down.weight);
     const bool reads_up = before_down && (before_gate || wants_down);
     const bool drops_up = memory == Memory::low && down.exists() && !layer.is_stacked() && reads_up;
-    return {before_gate, before_up, before_down, wants_down, reads_up, drops_up};
+    const bool keeps_hidden = wants_down && (!before_down || memory == Memory::compiled);
+    return {before_gate, before_up, before_down, reads_up, drops_up, keeps_hidden};
   }
 };
 
@@ -400,9 +411,8 @@ void keep(GatedNode& node, const gated::Layer& layer, const gated::Down& down, c
     if (down.exists()) node.keep_weight(down_index, down.weight);
     node.keep(gate_z_index, gate_z);
     if (up_z.defined() && needs.reads_up && !drops_up) node.keep(up_z_index, up_z);
-  } else if (needs.down) {
-    node.keep(hidden_index, hidden);
   }
+  if (needs.keeps_hidden) node.keep(hidden_index, hidden);
 }
 
 }  // namespace
@@ -415,7 +425,7 @@ Tensor gated_with_gradient(const gated::Layer& layer, const gated::Down& down,
   Tensor output;
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    // Of two tensors one need not be kept, and a checkpoint may find weights that lie elsewhere.
+    // If they are two tensors, one may be left out; a checkpoint may find the weights elsewhere.
     const bool may_join = needs.before_gate && !needs.drops_up && are_kept_as_they_are();
     made = dispatch::gated_forward(layer, activation, needs.before_down, may_join);
     const auto& hidden = std::get<0>(made);
@@ -430,6 +440,7 @@ Tensor gated_with_gradient(const gated::Layer& layer, const gated::Down& down,
            down.exists(),
            is_joined,
            needs.drops_up,
+           memory == Memory::compiled,
            {grad_lies_by_columns(gate), has_value(up) && grad_lies_by_columns(*up),
             down.exists() && grad_lies_by_columns(down.weight)}});
   set_history(output, node);

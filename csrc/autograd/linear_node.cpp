@@ -21,7 +21,7 @@ namespace {
 enum Edges { input_edge, weight_edge, bias_edge };
 enum Indices { input_index, weight_index, saved_index, all_indices };
 
-// What does not change from call to call.
+// The facts of a node that compiled autograd may treat as constant.
 struct Form {
   Activation activation;
   bool of_ensemble;
@@ -170,7 +170,8 @@ Pair forward_for_training(const Tensor& input, const Tensor& weight, const Optio
     const auto output = linear_relu(input, weight, bias);
     return {output, output};
   }
-  if (activation != Activation::relu) {
+  // Batch-invariant calls have the bits of inference, with low memory and for any width, too.
+  if (activation != Activation::relu && !is_batch_invariant()) {
     // An epilogue applies it before the sum is rounded, which cannot be done again.
     if (memory == Memory::low) {
       const auto preactivation = fused::linear(input, weight, bias);

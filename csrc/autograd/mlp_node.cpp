@@ -18,7 +18,7 @@
 namespace fused::autograd {
 namespace {
 
-// Where the tensors of a chain of n layers stand among the node's edges: input, weights, biases.
+// The places of a chain's tensors among the node's edges: input, weights, biases.
 struct Edges {
   static constexpr size_t input = 0;
 
@@ -29,8 +29,9 @@ struct Edges {
   size_t bias(size_t layer) const { return 1 + layers + layer; }
 };
 
-// What the node keeps of a layer: its input, its weight and, if hidden, what act' is read from.
-// Each is undefined where torch would not keep it either, or where low memory computes it again.
+// The tensors that the node keeps of a layer: its input, its weight and, if hidden, the tensor that
+// act' is read from. One is undefined if torch would not keep it either, or if low memory computes
+// it again.
 struct Layer {
   enum Index { input_index, weight_index, saved_index, indices };
 
@@ -39,7 +40,7 @@ struct Layer {
   Tensor input, weight, saved;
 };
 
-// What does not change from call to call.
+// The facts of a node that compiled autograd may treat as constant.
 struct Form {
   Activation activation;
   bool by_columns;  // the weight's gradient of the lowest trained layer, whose weight is not kept
@@ -123,7 +124,9 @@ class Chain {
 
   template <class Steps>
   void go_down(const Tensor& grad) {
-    auto dz = grad;
+    // Each step would copy a gradient that is expanded, as that of a sum is.
+    const bool is_copied = are_kernels<Steps> && !grad.is_non_overlapping_and_dense();
+    auto dz = is_copied ? grad.contiguous() : grad;
     if (const size_t top = layers_ - 1; is_hidden(top)) {
       Tensor grad_bias;
       std::tie(dz, grad_bias) =
@@ -189,9 +192,9 @@ class Chain {
     result_[edges_.bias(layer)] = sum ? sum->add(made, {}) : made;
   }
 
-  // Whether the weight's gradient comes first, so that the layer's input is gone when the step
-  // makes room for dz. It takes a launch more, which a small layer would feel and a graph would
-  // record.
+  // Tells whether the weight's gradient comes first, so that the layer's input is freed before the
+  // step allocates dz. That takes one more launch, which costs a small layer time and which a graph
+  // would record.
   bool frees_input_first(size_t i) {
     constexpr int64_t large = 1 << 20;  // bytes
     const auto& hidden = input(i);
@@ -220,7 +223,7 @@ class Chain {
     }
   }
 
-  // What goes into the lowest layer; undefined where nobody reads its values.
+  // The lowest layer's input; undefined if nothing reads its values.
   Tensor lowest_input() {
     // The weight's gradient may be asked for later.
     const bool is_read = wants_weight(lowest_) || work_.edges[edges_.weight(lowest_)].is_valid();
@@ -228,7 +231,7 @@ class Chain {
     return activate(saved(lowest_ - 1), form_.activation);
   }
 
-  // The same as a function of all that lies below.
+  // That input as a function of all layers below.
   Tensor above_lower_layers(const Tensor& input);
 
   // A hidden layer's output or pre-activation. Where only ReLU's bit mask was kept: the output that
@@ -269,7 +272,7 @@ class MlpNode final : public Node {
     }
   }
 
-  // Of the first `layers`, as far as `wanted` says.
+  // The wanted gradients of the first `layers` layers.
   variable_list gradients_of(size_t layers, const Tensor& grad, std::vector<bool> wanted) {
     Work work{{}, std::move(wanted), next_edges(), getptr(), runs_last()};
     Chain chain(std::move(work), form_, layers);

@@ -25,6 +25,7 @@ Tensor strided(const Tensor& grad) {
 
 variable_list Node::apply(variable_list&& grads) {
   if (!grads[0].defined()) return variable_list(num_outputs());
+  const HeldPolicy policy(is_batch_invariant_ ? Policy::batch_invariant : fused::policy());
   const explain::Remarks remarks;
   return gradients(strided(grads[0]));
 }

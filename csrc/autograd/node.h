@@ -27,7 +27,7 @@ using torch::autograd::edge_list;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-// Node for node what autograd knows of a tensor argument; no edge for one that is not there.
+// The argument's gradient edge; invalid if the tensor is undefined.
 inline torch::autograd::Edge edge_of(const Tensor& tensor) {
   if (tensor.defined() && tensor.requires_grad()) cpu::packed::drop(tensor);  // no longer frozen
   return tensor.defined() ? torch::autograd::impl::gradient_edge(tensor) : torch::autograd::Edge();
@@ -36,7 +36,7 @@ inline torch::autograd::Edge edge_of(const OptionalTensor& tensor) {
   return tensor ? edge_of(*tensor) : torch::autograd::Edge();
 }
 
-// What a backward works on, apart from the node, in whose place compiled autograd runs it.
+// The data of a backward, without its node: compiled autograd runs a backward without the node.
 struct Work {
   variable_list kept;
   std::vector<bool> wanted;  // by edge
@@ -45,7 +45,7 @@ struct Work {
   bool releases = false;                     // the backward may free what it has read
 };
 
-// What the running backward wants of a node, by edge.
+// The gradients that the running backward wants of a node, by edge.
 std::vector<bool> wanted_of(const torch::autograd::Node& node);
 
 class Node : public torch::autograd::Node {
@@ -86,7 +86,7 @@ class Node : public torch::autograd::Node {
   // The gradients by edge, of `grad`, that of the node's one result.
   virtual variable_list gradients(const Tensor& grad) = 0;
   virtual std::span<SavedVariable> kept() = 0;
-  // The same without the node; the traits tell nodes apart that are not alike in it.
+  // The backward as a function without the node. Nodes that differ in it have different traits.
   virtual Backward backward() const = 0;
   virtual std::vector<int64_t> traits() const = 0;
 
@@ -96,6 +96,8 @@ class Node : public torch::autograd::Node {
   static variable_list detached(const Backward& backward, const variable_list& grads,
                                 const std::vector<at::IValue>& packed);
 
+  // The backward of a batch-invariant forward is one, too, whatever the policy is by then.
+  const bool is_batch_invariant_ = is_batch_invariant();
   std::vector<size_t> bits_;
   // Scalars at the next edges, by which a compiled graph knows them.
   mutable variable_list ends_;
@@ -109,7 +111,7 @@ SavedVariable saved_weight(const Tensor& weight);
 // (2) or the convolution (4) takes, else a view.
 SavedVariable saved_input(const Tensor& input, int64_t dimensions = 2);
 
-// The same values as a variable at the end of `edge`: gradients with respect to it go there.
+// A variable with these values whose gradient goes to `edge`.
 Tensor at_edge(const Tensor& values, const torch::autograd::Edge& edge);
 
 // Makes an output the node's.
@@ -128,7 +130,7 @@ struct KernelsOnly {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
 };
 
-// Of a layer's input, weight and bias.
+// The wanted gradients of a layer's input, weight and bias.
 inline std::array<bool, 3> mask_of(const std::vector<bool>& wanted) {
   return {wanted[0], wanted[1], wanted[2]};
 }

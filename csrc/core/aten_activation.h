@@ -76,7 +76,7 @@ inline Tensor activation_gradient(const Tensor& grad_output, const Tensor& saved
   return grad_output;
 }
 
-// The same into `dz`, which may be grad_output itself.
+// Writes activation_gradient into `dz`, which may be grad_output itself.
 inline void activation_gradient_out(Tensor dz, const Tensor& grad_output, const Tensor& saved,
                                     Activation activation) {
   switch (activation) {

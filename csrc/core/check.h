@@ -25,7 +25,7 @@ inline bool has_value(const OptionalTensor& tensor) {
   return tensor.has_value() && tensor->defined();
 }
 
-// Whether forward-mode AD follows the tensor.
+// Tells whether forward-mode AD follows the tensor.
 inline bool has_tangent(const Tensor& tensor) {
   return tensor.defined() && tensor._fw_grad(0).defined();
 }
@@ -73,30 +73,40 @@ inline const char* objection(const Tensor& input, at::TensorList weights,
   return nullptr;
 }
 
-// What a layer keeps for its backward, where there is a choice.
+// How much a layer keeps for its backward if there is a choice.
 enum class Memory {
   standard,  // whatever makes the step fastest, never more than torch keeps
   low,       // only what the backward cannot recompute, bit for bit
+  compiled,  // of a gated layer: its result too; the backward's pass is ATen's, for a compiler
 };
 
-inline Memory parse_memory(const char* op, std::string_view text) {
+inline Memory parse_memory(const char* op, std::string_view text, bool is_gated = false) {
   if (text == "default") return Memory::standard;
   if (text == "low") return Memory::low;
+  if (text == "compiled" && is_gated) return Memory::compiled;
   TORCH_CHECK_VALUE(false, op, ": memory must be 'default' or 'low', got '", text, "'");
 }
 
-// The same. A hidden activation stands between two layers and cannot be none.
-inline Activation parse_activation(const char* op, std::string_view text,
-                                   const char* what = "activation", bool hidden = false) {
+[[noreturn]] inline void throw_unknown_activation(const char* op, std::string_view text,
+                                                  const char* what, bool hidden) {
   std::ostringstream expected;
   for (const auto activation : activations) {
     if (hidden && activation == Activation::none) continue;
-    if (text == name(activation)) return activation;
     const bool first = expected.tellp() == 0, last = activation == *std::rbegin(activations);
     expected << (first ? "'" : last ? " or '" : ", '") << name(activation) << '\'';
   }
   const auto* two = text == "gelu" ? ": GELU is 'gelu_tanh' or, as nn.GELU() is, 'gelu_erf'" : "";
   TORCH_CHECK_VALUE(false, op, ": ", what, " must be ", expected.str(), ", got '", text, "'", two);
+}
+
+// A hidden activation stands between two layers and cannot be none.
+inline Activation parse_activation(const char* op, std::string_view text,
+                                   const char* what = "activation", bool hidden = false) {
+  for (const auto activation : activations) {
+    if (hidden && activation == Activation::none) continue;
+    if (text == name(activation)) return activation;
+  }
+  throw_unknown_activation(op, text, what, hidden);
 }
 
 inline Activation parse_hidden_activation(const char* op, std::string_view text,
@@ -185,7 +195,7 @@ inline void check_bias(const char* op, const Tensor& bias, const Tensor& weight)
               weight.sym_sizes(), ", got ", bias.sym_sizes());
 }
 
-// Of a step, which torch has no function for.
+// Checks the arguments of a step. Torch has no function for it that could raise.
 inline void check_linear(const char* op, const Tensor& input, const Tensor& weight,
                          const OptionalTensor& bias) {
   TORCH_CHECK(objection(input, weight, bias) == nullptr, describe_linear(op, input, weight, bias));
@@ -223,7 +233,7 @@ inline void check_rows(const char* op, const char* what, const Tensor& tensor, c
               like.sym_sizes(), ", got ", tensor.sym_sizes());
 }
 
-// What act' of `activation` is read from: ReLU's output or its bit mask, a pre-activation.
+// Checks the tensor that act' is read from: ReLU's output or bit mask, else a pre-activation.
 inline void check_saved(const char* op, const Tensor& grad_output, const Tensor& saved,
                         Activation activation) {
   const auto kind = saved_for(activation);

@@ -1,7 +1,7 @@
 #pragma once
 
-// What ran, and why, while a report is being taken: a row is opened where the dispatcher's call
-// arrives, and the code that does the work appends to it.
+// Reports of the calls that ran, and why. The kernel that the dispatcher calls opens a row, and the
+// code that does the work appends to it.
 
 #include <ATen/ATen.h>
 

@@ -28,7 +28,7 @@ struct Down {
   bool exists() const { return weight.defined(); }
 };
 
-// What no function of torch's would say.
+// Checks arguments that none of torch's functions would refuse.
 inline void check(const char* op, const Layer& layer) {
   if (!layer.is_stacked()) return;
   TORCH_CHECK_VALUE(!has_value(layer.up_bias), op,

@@ -6,12 +6,11 @@
 
 #include <algorithm>
 #include <atomic>
-#include <optional>
 
 namespace fused {
 namespace {
 
-constexpr const char* names[] = {"auto", "cublaslt", "eager"};
+constexpr const char* names[] = {"auto", "cublaslt", "eager", "batch_invariant"};
 
 std::atomic<Policy>& current() {
   static std::atomic<Policy> value = [] {
@@ -25,11 +24,21 @@ thread_local std::optional<Policy> held;
 
 }  // namespace
 
-HeldPolicy::HeldPolicy() : is_outermost_(!held) {
-  if (is_outermost_) held = policy();
+HeldPolicy::HeldPolicy(Policy policy) : before_(held) { held = policy; }
+HeldPolicy::~HeldPolicy() { held = before_; }
+
+void refuse_batch_dependence(const char* op, const at::TensorBase& like, std::string_view expected,
+                             std::string_view got) {
+  if (!is_batch_invariant() || like.is_meta()) return;
+  TORCH_CHECK_NOT_IMPLEMENTED(false, op, ": under the policy 'batch_invariant' expected ", expected,
+                              ", got ", got,
+                              "; a row's bits would depend on the batch (set_policy('auto') allows "
+                              "that)");
 }
-HeldPolicy::~HeldPolicy() {
-  if (is_outermost_) held.reset();
+
+void refuse_batch_dependence(const char* op, const at::TensorBase& like) {
+  refuse_batch_dependence(op, like, "a linear layer of dense tensors on a CUDA device",
+                          c10::str(op, " of a ", like.layout(), " tensor on ", like.device()));
 }
 
 bool is_traced(const at::TensorBase& input) {
@@ -47,9 +56,9 @@ void set_policy(Policy policy) { current().store(policy, std::memory_order_relax
 const char* name(Policy policy) { return names[static_cast<int>(policy)]; }
 
 Policy parse_policy(std::string_view text, const char* what) {
+  constexpr auto expected = "'auto', 'cublaslt', 'eager' or 'batch_invariant'";
   const auto it = std::ranges::find(names, text);
-  TORCH_CHECK_VALUE(it != std::end(names), what, " must be 'auto', 'cublaslt' or 'eager', got '",
-                    text, "'");
+  TORCH_CHECK_VALUE(it != std::end(names), what, " must be ", expected, ", got '", text, "'");
   return static_cast<Policy>(it - names);
 }
 

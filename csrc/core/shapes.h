@@ -40,7 +40,7 @@ inline bool grad_lies_by_columns(const Tensor& weight) {
   return !(inner == 0 && outer == 0);
 }
 
-// The same of an input and its gradient, where its rows are the columns of a contiguous matrix.
+// Tells whether an input's rows are the columns of a contiguous matrix; its gradient lies likewise.
 inline bool lies_by_columns(const Tensor& input) {
   const auto dim = input.dim();
   if (dim < 2 || input.sym_stride(dim - 2) != 1 || input.is_contiguous()) return false;
@@ -81,7 +81,7 @@ struct Shapes {
     return buffer.narrow_symint(-1, 0, wanted);
   }
 
-  // What a forward that is asked for it gives beside the output.
+  // The tensor that a forward for training gives beside the output.
   static Tensor aux(const Tensor& output, Activation activation) {
     return saved_for(activation) == Saved::output ? mask(output) : preactivation(output);
   }
@@ -95,7 +95,7 @@ struct Shapes {
   static Tensor grad_input(const Tensor& input, bool wanted) {
     return wanted ? rows(input, features(input)) : unwanted(input);
   }
-  // Of a layer's input, in the layout that torch would give it.
+  // The gradient of a layer's input, in the layout that torch would give it.
   static Tensor grad_layer_input(const Tensor& input, bool wanted) {
     if (!wanted || !lies_by_columns(input)) return grad_input(input, wanted);
     const auto sizes = Allocator::sizes(input);

@@ -1,8 +1,7 @@
 #pragma once
 
-// What is taken of torch beside its public C++ interface, and differs between its releases, which
-// is found by what is there. tests/integration/test_torch_internals.py holds each to what is said
-// here.
+// Uses of torch beyond its public C++ interface, and differences between its releases. A difference
+// is found by looking for names. tests/integration/test_torch_internals.py checks each of them.
 
 #include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -43,7 +42,7 @@ NodePtr<T> make_node(Args&&... args) {
   }
 }
 
-// The same node as another class of its hierarchy, which it is known to be.
+// The node as a class of its hierarchy that it is known to be.
 template <typename T, typename Pointer>
 NodePtr<T> node_cast(const Pointer& node) {
   if constexpr (nodes_are_shared) {
@@ -80,8 +79,8 @@ inline std::mutex& mutex_of(GraphNode& node) {
 // About the run of the engine that this thread works for. run_keeps_graph is true outside of one.
 bool run_keeps_graph();
 bool is_captured(GraphNode* node);
-// Whether the running node's edge to `leaf` is the only one in the run's graph. Torch does not tell
-// which node a run began at: its edges count only if it has asked here itself.
+// Tells whether the running node's edge to `leaf` is the only one in the run's graph. Torch does
+// not tell which node a run began at: its edges count only if it has asked here itself.
 bool has_the_only_edge(const GraphNode& running, const GraphNode& leaf);
 
 using torch::autograd::variable_list;

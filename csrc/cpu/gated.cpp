@@ -3,7 +3,8 @@
 #include "core/aten_activation.h"
 #include "core/explain.h"
 #include "core/shapes.h"
-#include "cpu/passes.h"
+#include "cpu/blocks.h"
+#include "cpu/one_pass.h"
 #include "dispatch/gated_kernels.h"
 #include "reference/linear.h"
 
@@ -26,12 +27,12 @@ Blocks blocks_of(const Tensor& all) {
   return {rows, each};
 }
 
-// Of [rows, features] each; those that are not wanted are undefined.
+// Each is [rows, features]; those that are not wanted are undefined.
 struct Rows {
   Tensor grad, gate, up, grad_gate, grad_up, hidden;
 };
 
-// The same roundings in between as torch's own operators make.
+// Rounds in between as torch's own operators do.
 void block_backward(const Rows& all, Activation activation, int64_t first, int64_t count) {
   const auto of = [&](const Tensor& rows) {
     return rows.defined() ? rows.narrow(0, first, count) : rows;
@@ -68,7 +69,7 @@ struct Glu : reference::Glu {
     const auto& wanted = step.wanted;
     const bool apart = has_value(step.up);
     if (step.grad_output.numel() == 0) return Reference::glu_backward(step);
-    // What is only summed is written as well.
+    // A gradient that is only summed is written as well.
     const auto grad_gate = S::grad_input(step.gate, wanted[0] || wanted[2]);
     const auto grad_up = S::grad_input(step.gate, apart && (wanted[1] || wanted[3]));
     const auto hidden = S::grad_input(step.grad_output, wanted[4]);

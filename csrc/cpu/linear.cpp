@@ -3,9 +3,10 @@
 #include "reference/linear.h"
 #include "core/aten_activation.h"
 #include "core/shapes.h"
+#include "cpu/one_pass.h"
 #include "cpu/onednn.h"
 #include "cpu/packed_weights.h"
-#include "cpu/passes.h"
+#include "cpu/relu_mask.h"
 #include "dispatch/conv_kernels.h"
 #include "dispatch/linear_kernels.h"
 
@@ -165,13 +166,13 @@ struct Linear : reference::Linear {
   }
 
  private:
-  // Whether the activation's gradient is computed in another way than by the reference.
+  // Tells whether the activation's gradient is computed otherwise than by the reference.
   static bool has_own_gradient(const Tensor& grad, const Tensor& saved, Activation activation) {
     const bool bits = saved_for(activation) == Saved::output && saved.scalar_type() == at::kByte;
     return bits || takes_one_pass(grad, saved, activation);
   }
 
-  // Whether any step of it is done in another way than the reference does it.
+  // Tells whether any of its steps is done otherwise than by the reference.
   static bool pays(const steps::LinearBackward& layer) {
     if (layer.input.numel() == 0 || layer.grad_output.numel() == 0) return false;
     if (layer.wanted[0] && lies_by_columns(layer.input)) return false;

@@ -113,7 +113,7 @@ Parts find(const Tensor& weight, c10::function_ref<std::vector<Tensor>()> pack) 
     was_trained = entry.weight.was_trained(weight);
     if (!was_trained && entry.parts && entry.weight.is_unchanged(weight)) return entry.parts;
   }
-  // What is trained is no longer what was declared.
+  // A weight that was trained is no longer the frozen one that was declared.
   if (was_trained) return drop(weight), nullptr;
   // Looked at before it is packed: what another thread writes meanwhile is then noticed.
   Entry entry{Weight(weight), nullptr};

@@ -18,7 +18,7 @@ void declare(const Tensor& weight, std::string_view name);
 
 bool drop(const Tensor& weight);
 
-// What `pack` has made of this very weight, as it is now. Null for one that was not declared.
+// Gives what `pack` made of this weight as it is now; null for one that was not declared.
 using Parts = std::shared_ptr<const std::vector<Tensor>>;
 Parts find(const Tensor& weight, c10::function_ref<std::vector<Tensor>()> pack);
 

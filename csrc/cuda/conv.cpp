@@ -5,13 +5,14 @@
 // ATen gives that call its unwritten result as z of relu(convolution + 0 · z + bias), where 0 · NaN
 // would be NaN, and cuDNN's ReLU may lose NaN. Neither is documented, so that both are tried.
 
+#include "cuda/kernels/conv.h"
 #include "core/explain.h"
 #include "cuda/conv_problem.h"
-#include "cuda/kernels/passes.h"
+#include "cuda/kernels/activation.h"
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/execute.h"
 #include "cuda/tune/accuracy.h"
-#include "cuda/tune/contest.h"
+#include "cuda/tune/stopwatch.h"
 #include "dispatch/conv_kernels.h"
 #include "plans/registry.h"
 

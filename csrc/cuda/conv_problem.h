@@ -3,7 +3,7 @@
 // A convolution as it is asked for, what tells it from others, and how far its results are off.
 
 #include "core/conv.h"
-#include "plans/select.h"
+#include "plans/errors.h"
 
 #include <c10/util/SmallVector.h>
 

@@ -1,5 +1,6 @@
 #include "core/shapes.h"
-#include "cuda/kernels/passes.h"
+#include "cuda/invariant.h"
+#include "cuda/kernels/gating.h"
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/execute.h"
 #include "cuda/tune/decide.h"
@@ -39,6 +40,7 @@ struct Halves {
 
 struct Glu : reference::Glu {
   static constexpr bool takes_down = true;
+  static const char* batch_dependence(const Tensor& like) { return invariant::objection(like); }
   static bool is_usable(const Tensor& like) { return multiplies_as_torch(like); }
 
   // Both products and h as one plan; nothing where no kernel of ours could be in it.
@@ -49,8 +51,10 @@ struct Glu : reference::Glu {
     const bool stacked = layer.is_stacked();
     const auto element = input.element_size();
     if (!device_of(input.get_device()).has_hopper_products || element != 2) return std::nullopt;
-    if (input.numel() < gemm::hopper::least_tokens_of_glu * input.size(-1) || gate.numel() == 0 ||
-        input.numel() == 0 || (!stacked && has_value(gate_bias) != has_value(up_bias))) {
+    const bool invariant = is_batch_invariant();
+    const bool few = input.numel() < gemm::hopper::least_tokens_of_glu * input.size(-1);
+    if ((few && !invariant) || gate.numel() == 0 || input.numel() == 0 ||
+        (!stacked && has_value(gate_bias) != has_value(up_bias))) {
       return std::nullopt;
     }
     const auto left = rows_of(input), right = rows_of(gate);
@@ -78,8 +82,14 @@ struct Glu : reference::Glu {
     auto& matmul = call.problem.matmul;
     matmul.aligned_a &= gemm::is_aligned(call.up.weight);
     matmul.aligned_aux &= gemm::is_aligned(call.up.preactivation);
-    if (gemm::own_objection(call.problem)) return std::nullopt;
+    if (invariant ? !invariant::is_whole(call) : gemm::own_objection(call.problem) != nullptr) {
+      return std::nullopt;
+    }
     explain::Row row("_linear_glu_aux", input, gate);
+    if (invariant) {
+      invariant::run(call);
+      return {{hidden, gate_z, up_z}};
+    }
     if (tune::run(call)) return {{hidden, gate_z, up_z}};
     row.drop();
     return std::nullopt;
@@ -101,6 +111,7 @@ struct Glu : reference::Glu {
     const c10::cuda::CUDAGuard guard(step.gate.device());
     if (has_value(step.down)) {
       if (const auto done = through_down(step)) return *done;
+      if (is_batch_invariant()) return after_product(step);
       return reference::through_down(step, glu_backward);
     }
     if (step.grad_output.numel() == 0) return reference::Glu::glu_backward(step);
@@ -130,6 +141,14 @@ struct Glu : reference::Glu {
   }
 
  private:
+  static Quintuple after_product(const steps::GluBackward& step) {
+    const auto& down = *step.down;
+    const auto hidden = S::rows(step.grad_output, down.size(1));  // its shape alone is read
+    const auto grad = std::get<0>(steps::linear_backward(
+        {step.grad_output, hidden, down, std::nullopt, Activation::none, {true, false, false}}));
+    return glu_backward({grad, step.gate, step.up, step.activation, step.wanted});
+  }
+
   // Plans the product and the pass as one; nothing where there is none for what is wanted.
   static std::optional<Quintuple> through_down(const steps::GluBackward& step) {
     const auto& wanted = step.wanted;
@@ -157,7 +176,11 @@ struct Glu : reference::Glu {
                    apart ? grad_up.data_ptr() : behind(result.data, gate.cols * element),
                    data_of(hidden)};
     complete(call, gemm_type(step.gate.scalar_type()), step.gate.get_device());
-    if (!tune::run(call)) return std::nullopt;
+    if (is_batch_invariant()) {
+      invariant::run(call);
+    } else if (!tune::run(call)) {
+      return std::nullopt;
+    }
     return {{grad_gate, grad_up, none(), none(), hidden}};
   }
 };

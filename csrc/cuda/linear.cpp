@@ -4,7 +4,8 @@
 #include "reference/linear.h"
 #include "core/policy.h"
 #include "core/shapes.h"
-#include "cuda/kernels/passes.h"
+#include "cuda/invariant.h"
+#include "cuda/kernels/activation.h"
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/execute.h"
 #include "cuda/small.h"
@@ -18,6 +19,14 @@ namespace {
 
 bool run(PassCall call, const Tensor& like, kernels::SmallGradients* deferred = nullptr) {
   complete(call, gemm_type(like.scalar_type()), like.get_device());
+  if (is_batch_invariant()) {
+    if (call.problem.pass != Pass::wgrad) {
+      invariant::run(call);
+      return true;
+    }
+    call.problem.deterministic = true;  // the sums over rows are the same each time, no more
+    explain::append("(reproducible, not batch-invariant)");
+  }
   return tune::run(call, deferred);
 }
 
@@ -30,6 +39,7 @@ struct Linear {
   using Reference = reference::Linear;
 
   static constexpr bool obeys_policy = true;
+  static const char* batch_dependence(const Tensor& like) { return invariant::objection(like); }
   static bool is_usable(const Tensor& like) { return multiplies_as_torch(like); }
   static constexpr auto mlp_in_one = &cuda::mlp_in_one;
   static constexpr auto ensemble = &cuda::ensemble;
@@ -87,13 +97,15 @@ struct Linear {
   }
 
   static Triple linear_backward(const steps::LinearBackward& layer) {
+    const bool by_columns = layer.wanted[0] && lies_by_columns(layer.input);
     // Such a product, of the transposes, has no plans.
-    if (layer.wanted[0] && lies_by_columns(layer.input)) return Reference::linear_backward(layer);
+    if (by_columns && !is_batch_invariant()) return Reference::linear_backward(layer);
     const c10::cuda::CUDAGuard guard(layer.grad_output.device());
     LayerGradients made(layer, layer.wanted[0]);
     auto grad_input = S::grad_input(layer.input, layer.wanted[0]);
     if (layer.wanted[0]) input_gradient(made.dz, layer.weight, grad_input, made.deferred);
     launch(made.deferred);
+    if (by_columns) grad_input = S::grad_layer_input(layer.input, true).copy_(grad_input);
     return {grad_input, made.grad_weight, made.grad_bias};
   }
 

@@ -128,6 +128,7 @@ std::vector<Tensor> mlp_in_one(const Tensor& input, at::TensorList weights,
 
 Pair ensemble(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
               Activation activation) {
+  reference::refuse_formula("ensemble_linear", input, "a weight for each member (vmap)");
   const c10::cuda::CUDAGuard guard(input.device());
   const Stacked x(input), w(weight);
   const auto added = bias_for_epilogue(bias);
@@ -148,6 +149,8 @@ Pair ensemble(const Tensor& input, const Tensor& weight, const OptionalTensor& b
 
 Triple ensemble_backward(const steps::LinearBackward& layer) {
   const auto& wanted = layer.wanted;
+  reference::refuse_formula("ensemble_linear's backward", layer.grad_output,
+                            "a weight for each member (vmap)");
   const c10::cuda::CUDAGuard guard(layer.grad_output.device());
   const auto dz = preactivation_gradient(layer);
   const Stacked g(dz), w(wanted[0] ? layer.weight : dz), x(wanted[1] ? layer.input : dz);

@@ -1,6 +1,6 @@
 #pragma once
 
-// What the dispatcher calls for the convolution, of a backend with reference::Conv's functions.
+// The convolution's kernels, as the dispatcher calls them, of a backend like reference::Conv.
 
 #include "core/explain.h"
 #include "core/policy.h"
@@ -16,8 +16,8 @@ namespace fused::dispatch {
 template <class Backend>
 struct ConvKernels {
   template <typename Fn>
-  static auto way(const Tensor& like, const Fn& fn) {
-    return under_policy<Backend, reference::Conv>(like, fn);
+  static auto way(const char* op, const Tensor& like, const Fn& fn) {
+    return under_policy<Backend, reference::Conv>(op, like, fn);
   }
 
   static Tensor conv2d_relu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -27,14 +27,14 @@ struct ConvKernels {
     }
     const explain::Row row(conv::op_name, input, weight);
     conv::check(input, weight, bias, geometry);
-    return way(input, [&](auto w) { return w.forward(input, weight, bias, geometry); });
+    return way(row.op, input, [&](auto w) { return w.forward(input, weight, bias, geometry); });
   }
 
   static Pair channels_relu_backward(const Tensor& grad_output, const Tensor& output,
                                      bool bias_grad) {
     const explain::Row row("_channels_relu_backward", grad_output, {});
     conv::check_backward(row.op, grad_output, output);
-    return way(grad_output,
+    return way(row.op, grad_output,
                [&](auto w) { return w.relu_backward(grad_output, output, bias_grad); });
   }
 };

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "core/gated.h"
+#include "core/policy.h"
 #include "gemm/hopper.h"
 #include "reference/gated.h"
 
@@ -12,6 +13,7 @@ namespace fused::dispatch {
 // than few tokens take; one that is traced may be run with more.
 inline bool may_be_whole(const Tensor& input) {
   if (at::isTensorSubclassLike(input)) return true;
+  if (is_batch_invariant()) return input.is_cuda();  // the kernel rounds less often than the steps
   return input.is_cuda() && input.element_size() == 2 && input.dim() > 0 &&
          input.numel() >= gemm::hopper::least_tokens_of_glu * input.size(-1);
 }
@@ -34,7 +36,8 @@ inline Triple whole_or_in_steps(const gated::Layer& layer, Activation activation
   return {std::move(hidden), std::move(gate_z), layer.is_stacked() ? Tensor() : std::move(up_z)};
 }
 
-// Autograd, which may be at work below vmap, would follow gate alone into what joins the two.
+// `joined` is a view of gate, so autograd, which may run below vmap, would send both gradients to
+// gate: tensors that autograd follows are never joined.
 inline bool is_followed(const OptionalTensor& tensor) {
   return has_value(tensor) &&
          ((at::GradMode::is_enabled() && tensor->requires_grad()) || has_tangent(*tensor));

@@ -1,7 +1,7 @@
 #pragma once
 
-// What the dispatcher calls for gated layers. A backend has the passes of reference::GluFormula,
-// and may have linear_glu, both products and the first pass for some layers.
+// The gated layers' kernels, as the dispatcher calls them. A backend has the passes of
+// reference::GluFormula, and may have linear_glu, both products and the first pass of some layers.
 
 #include "core/explain.h"
 #include "core/policy.h"
@@ -19,7 +19,7 @@ struct GatedKernels : GatedWithoutGradient {
     const explain::Row row("_glu", gate, {});
     gated::check_halves(row.op, gate, up);
     return under_policy<Backend, reference::Glu>(
-        gate, [&](auto w) { return w.glu(gate, up, activation); });
+        row.op, gate, [&](auto w) { return w.glu(gate, up, activation); });
   }
 
   static Triple linear_glu_aux(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
@@ -30,14 +30,15 @@ struct GatedKernels : GatedWithoutGradient {
     gated::check(op, layer);
     const auto whole = [&](auto w) -> std::optional<Triple> {
       using Way = decltype(w);
-      if constexpr (requires { Way::linear_glu(layer, activation, keeps); }) {
+      if constexpr (requires { &Way::linear_glu; }) {
         if (gated::objection(layer, {})) return std::nullopt;
         gated::check_devices(op, layer, {});
         return Way::linear_glu(layer, activation, keeps);
       }
       return std::nullopt;
     };
-    if (auto done = under_policy<Backend, reference::Glu>(input, whole)) return std::move(*done);
+    if (auto done = under_policy<Backend, reference::Glu>(op, input, whole))
+      return std::move(*done);
     auto [hidden, gate_z, up_z] = products_and_glu(layer, activation, keeps);
     const auto or_none = [&](Tensor& z) {
       return z.defined() ? std::move(z) : at::empty_symint({0}, input.options());
@@ -48,7 +49,7 @@ struct GatedKernels : GatedWithoutGradient {
   static Quintuple glu_backward(const steps::GluBackward& step) {
     const explain::Row row("_glu_backward", step.gate, {});
     gated::check_glu_backward(row.op, step);
-    return under_policy<Backend, reference::Glu>(step.gate, [&](auto w) -> Quintuple {
+    return under_policy<Backend, reference::Glu>(row.op, step.gate, [&](auto w) -> Quintuple {
       using Way = decltype(w);
       constexpr bool takes_down = requires { Way::takes_down; };
       if (takes_down || !has_value(step.down)) return Way::glu_backward(step);

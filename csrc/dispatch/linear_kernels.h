@@ -1,7 +1,7 @@
 #pragma once
 
-// What the dispatcher calls for the linear operators, of a backend with reference::Linear's
-// functions, and forward_bits where forward and relu_mask can be one.
+// The linear operators' kernels, as the dispatcher calls them. A backend has reference::Linear's
+// functions, and forward_bits if forward and relu_mask can be one.
 
 #include "core/activation.h"
 #include "core/check.h"
@@ -17,8 +17,8 @@ namespace fused::dispatch {
 template <class Backend>
 struct LinearKernels {
   template <typename Fn>
-  static auto way(const Tensor& like, const Fn& fn) {
-    return under_policy<Backend, reference::Linear>(like, fn);
+  static auto way(const char* op, const Tensor& like, const Fn& fn) {
+    return under_policy<Backend, reference::Linear>(op, like, fn);
   }
 
   // Autograd knows what is kept for a backward.
@@ -29,7 +29,7 @@ struct LinearKernels {
     }
     const explain::Row row(op, input, weight);
     check_devices(op, input, weight, bias);
-    return way(input, [&](auto w) { return w.forward(input, weight, bias, activation); });
+    return way(row.op, input, [&](auto w) { return w.forward(input, weight, bias, activation); });
   }
 
   static Pair ensemble_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -37,8 +37,8 @@ struct LinearKernels {
     const explain::Row row(EnsembleLinear::name, input, weight);
     check_ensemble(row.op, input, weight, bias);
     const auto activation = parse_activation(row.op, text);
-    return way(input, [&](auto w) -> Pair {
-      if constexpr (requires { w.ensemble(input, weight, bias, activation); }) {
+    return way(row.op, input, [&](auto w) -> Pair {
+      if constexpr (requires { &decltype(w)::ensemble; }) {
         return w.ensemble(input, weight, bias, activation);
       }
       return reference::LinearFormula::ensemble(input, weight, bias, activation);
@@ -49,7 +49,8 @@ struct LinearKernels {
                          Activation activation) {
     const explain::Row row("_linear_aux", input, weight);
     check_linear(row.op, input, weight, bias);
-    return way(input, [&](auto w) { return w.forward_aux(input, weight, bias, activation); });
+    return way(row.op, input,
+               [&](auto w) { return w.forward_aux(input, weight, bias, activation); });
   }
 
   static Tensor relu_mask(const Tensor& output) {
@@ -57,16 +58,16 @@ struct LinearKernels {
     TORCH_CHECK(output.dim() >= 1, row.op,
                 ": output must have shape [..., features], got a 0-dimensional tensor");
     check_floating(row.op, output, "output");
-    return way(output, [&](auto w) { return w.relu_mask(output); });
+    return way(row.op, output, [&](auto w) { return w.relu_mask(output); });
   }
 
   static Pair linear_relu_bits(const Tensor& input, const Tensor& weight,
                                const OptionalTensor& bias) {
     const explain::Row row("_linear_relu_bits", input, weight);
     check_linear(row.op, input, weight, bias);
-    return way(input, [&](auto w) -> Pair {
+    return way(row.op, input, [&](auto w) -> Pair {
       using Way = decltype(w);
-      if constexpr (requires { Way::forward_bits(input, weight, bias); }) {
+      if constexpr (requires { &Way::forward_bits; }) {
         return Way::forward_bits(input, weight, bias);
       }
       auto output = Way::forward(input, weight, bias, Activation::relu);
@@ -82,7 +83,7 @@ struct LinearKernels {
                 ": grad_output must have shape [..., features], got a 0-dimensional tensor");
     check_floating(row.op, grad_output);
     check_saved(row.op, grad_output, saved, activation);
-    return way(grad_output, [&](auto w) {
+    return way(row.op, grad_output, [&](auto w) {
       return w.activation_backward(grad_output, saved, activation, bias_grad);
     });
   }
@@ -91,14 +92,14 @@ struct LinearKernels {
     const explain::Row row("_linear_backward", layer.input, layer.weight);
     check_linear_backward(row.op, layer);
     if (layer.weight.dim() == 3) {
-      return way(layer.grad_output, [&](auto w) {
-        if constexpr (requires { w.ensemble_backward(layer); }) {
+      return way(row.op, layer.grad_output, [&](auto w) {
+        if constexpr (requires { &decltype(w)::ensemble_backward; }) {
           return w.ensemble_backward(layer);
         }
         return reference::LinearFormula::linear_backward(layer);
       });
     }
-    return way(layer.input, [&](auto w) { return w.linear_backward(layer); });
+    return way(row.op, layer.input, [&](auto w) { return w.linear_backward(layer); });
   }
 
   static void weight_gradient(const Tensor& grad_output, const OptionalTensor& input,
@@ -106,7 +107,7 @@ struct LinearKernels {
     const auto& rows = has_value(input) ? *input : grad_output;
     const explain::Row row("_weight_gradient", rows, into);
     check_weight_gradient(row.op, grad_output, input, into);
-    way(rows, [&](auto w) { w.weight_gradient(grad_output, input, into, adds); });
+    way(row.op, rows, [&](auto w) { w.weight_gradient(grad_output, input, into, adds); });
   }
 
   static Quadruple linear_backward_across(const steps::LinearBackward& layer,
@@ -114,7 +115,8 @@ struct LinearKernels {
     const explain::Row row("_linear_backward_across", layer.input, layer.weight);
     check_linear_backward(row.op, layer);
     check_saved(row.op, layer.input, previous.saved, previous.activation);
-    return way(layer.input, [&](auto w) { return w.linear_backward_across(layer, previous); });
+    return way(row.op, layer.input,
+               [&](auto w) { return w.linear_backward_across(layer, previous); });
   }
 
   static Tensor mlp(const Tensor& input, at::TensorList weights,
@@ -132,7 +134,7 @@ struct LinearKernels {
     for (size_t i = 0; i < weights.size(); ++i) {
       const explain::Row row("mlp", hidden, weights[i]);
       const bool last = i + 1 == weights.size();
-      hidden = way(hidden, [&](auto w) {
+      hidden = way(row.op, hidden, [&](auto w) {
         return w.forward(hidden, weights[i], biases.get(i), last ? Activation::none : activation);
       });
     }

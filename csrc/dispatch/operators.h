@@ -159,7 +159,8 @@ struct LinearGlu
                      const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
                      std::string_view activation, std::string_view memory) {
     return fn(name, {input, gate, up, gate_bias, up_bias}, {},
-              parse_hidden_activation(name, activation), parse_memory(name, memory));
+              parse_hidden_activation(name, activation),
+              parse_memory(name, memory, /*is_gated=*/true));
   }
 };
 
@@ -177,7 +178,8 @@ struct GatedMlp : Operator<
                      std::string_view activation, std::string_view memory) {
     TORCH_CHECK_TYPE(down.defined(), name, ": expected down to be a tensor, got None");
     return fn(name, {input, gate, up, gate_bias, up_bias}, {down, down_bias},
-              parse_hidden_activation(name, activation), parse_memory(name, memory));
+              parse_hidden_activation(name, activation),
+              parse_memory(name, memory, /*is_gated=*/true));
   }
 };
 

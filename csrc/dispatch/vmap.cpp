@@ -37,7 +37,7 @@ struct Vmapped : reference::LinearFormula {
   }
 
  private:
-  // Of the innermost transform that batches it; 1 is the outermost, 0 none.
+  // The level of the innermost transform that batches it; 1 is the outermost, 0 none.
   static int64_t level_of(const Tensor& tensor) {
     const auto* batched = functorch::maybeGetBatchedImpl(tensor);
     return batched == nullptr ? 0 : batched->level();

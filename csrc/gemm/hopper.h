@@ -9,6 +9,8 @@
 namespace fused::gemm::hopper {
 
 inline constexpr int64_t tile_features = 128, tile_tokens = 128;
+// The tiles of a forward product of few tokens.
+inline constexpr int64_t narrow_features = 64, narrow_tokens = 64;
 
 // Below, one product of a stacked weight and the pass behind it are as fast.
 inline constexpr int64_t least_tokens_of_glu = 4 * tile_tokens;
@@ -37,13 +39,20 @@ inline constexpr int64_t partial_columns(const Problem& p) {
   return tiles(p.m, tile_features) * tile_features;
 }
 
+constexpr int64_t unit = 8;  // elements of 16 bytes, in which the hardware copies
+
+// Coordinates of 32 bits need room for a last tile.
+inline bool fits_coordinates(const Problem& p) {
+  constexpr int64_t most = std::numeric_limits<int32_t>::max() - 1024;
+  return std::max({p.m, p.n, p.k}) <= most;
+}
+
 // Says why the product cannot be done here, or nullptr.
 inline const char* objection(Pass pass, const Problem& p, bool bias, bool aux) {
   if (p.arch != 90) return "not a Hopper GPU";
   if (size_of(p.type) != 2) return "not of 16 bits";
   if (p.transpose_b) return "an operand that lies by columns";
   if (pass == Pass::glu && p.n < least_tokens_of_glu) return "few tokens";
-  constexpr int64_t unit = 8;  // elements of 16 bytes, in which the hardware copies
   const auto fits = [](int64_t extent) { return extent % unit == 0; };
   if (!fits(p.m) || !fits(p.k)) return "features that are no multiple of 8";
   if (!fits(p.lda) || !fits(p.ldb) || !fits(p.ldd) || (aux && !fits(p.ld_aux)) || !p.aligned_a ||
@@ -51,9 +60,7 @@ inline const char* objection(Pass pass, const Problem& p, bool bias, bool aux) {
       (pass == Pass::fprop && bias && !p.aligned_bias)) {
     return "rows that do not begin at multiples of 16 bytes";
   }
-  // Coordinates of 32 bits need room for a last tile.
-  constexpr int64_t most = std::numeric_limits<int32_t>::max() - 1024;
-  if (std::max({p.m, p.n, p.k}) > most) return "an extent beyond 32 bits";
+  if (!fits_coordinates(p)) return "an extent beyond 32 bits";
   // The library's larger tiles move less: 65536 x 4096 x 16384 was 5 % slower here.
   constexpr double most_multiplications = 1e12;
   if (static_cast<double>(p.m) * static_cast<double>(p.n) * static_cast<double>(p.k) >

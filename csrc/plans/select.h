@@ -7,7 +7,6 @@
 #include <cstddef>
 #include <functional>
 #include <optional>
-#include <string>
 #include <vector>
 
 namespace fused::plans {
@@ -44,27 +43,6 @@ using Clock = std::function<double()>;
 // The incumbent is timed as long as it runs at all: the others are compared with it.
 Timings time_in_rounds(size_t candidates, size_t incumbent, const Round& round, const Clock& clock,
                        const TuningRules& rules);
-
-// Errors of results against exact ones, over many elements: of e / (u·Σ|aₖbₖ| + u·|bias|), where u
-// is the unit roundoff of the result's type.
-struct PooledError {
-  double squares = 0;  // sum of them
-  double worst = 0;
-  double count = 0;  // of elements
-  double noise = 0;  // sum of squares that come of what was summed, not of the summing
-};
-
-struct TrialErrors {
-  PooledError elements, aux, sums;
-  double missed = 0;  // elements that are not finite but should be, or NaN but are not; mask bits
-};
-
-// Allows root mean squares of 1.05 times the reference's, largest errors in their neighbourhood,
-// chance below 2048 elements, and errors below `floor`, that of the exact results; nothing may be
-// missed.
-bool is_as_exact(const TrialErrors& errors, const TrialErrors& reference, double floor = 1e-6);
-
-std::string summary(const TrialErrors& errors, const TrialErrors& eager);
 
 // failed: it does not run, or there is no memory to try it, now.
 enum class Verdict { sound, inexact, failed };

@@ -230,9 +230,9 @@ std::string_view text(PyObject* object) {
 std::string_view memory_of(PyObject* layer) {
   static PyObject* const name = intern("_torch_fused_linear");
   if (item(layers, reinterpret_cast<PyObject*>(Py_TYPE(layer))) == nullptr) return "";
-  PyObject* options = Dict(layer)[name];  // a set, empty or with "low"
+  PyObject* options = Dict(layer)[name];  // empty or with "low"
   if (options == nullptr) return "";
-  return PyAnySet_Check(options) && PySet_GET_SIZE(options) > 0 ? "low" : "default";
+  return PyDict_Check(options) && PyDict_GET_SIZE(options) > 0 ? "low" : "default";
 }
 
 bool squares(PyObject* function, PyObject* const* more, Py_ssize_t count) {

@@ -67,6 +67,7 @@ inline Tensor conv_as_torch_does(const char* objection, const Tensor& input, con
   explain::append(objection);
   explain::append(explain::not_fused);
   check_devices(conv::op_name, input, weight, bias);
+  refuse_batch_dependence(conv::op_name, input);
   return in_context([&] { return ConvFormula::forward(input, weight, bias, geometry); },
                     [&] {
                       return std::string(conv::op_name) + ": got input " + describe(input) +

@@ -10,6 +10,7 @@ namespace fused::reference {
 // A pass whose gradient comes through the layer after it, as ATen's product and the pass alone.
 template <typename Pass>
 Quintuple through_down(const steps::GluBackward& step, const Pass& pass) {
+  refuse_formula("gated_mlp's backward", step.gate);
   const auto grad = at::matmul(step.grad_output, *step.down);
   return pass({grad, step.gate, step.up, step.activation, step.wanted});
 }
@@ -20,6 +21,12 @@ inline std::pair<Tensor, Tensor> parts(const Tensor& gate, const OptionalTensor&
 
 // The derivative is read from gate, also ReLU's: that is positive where its output is.
 struct GluFormula {
+  static std::pair<Tensor, Tensor> parts(const Tensor& gate, const OptionalTensor& up) {
+    const auto [first, second] = reference::parts(gate, up);
+    return has_value(up) ? std::pair(first, second)
+                         : std::pair(may_be_kept(first), may_be_kept(second));
+  }
+
   static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation activation) {
     const auto [first, second] = parts(gate, up);
     return activate(first, activation) * second;
@@ -79,6 +86,7 @@ inline Tensor gated_as_torch_does(const char* op, const char* objection, const g
   explain::append(objection);
   explain::append(explain::not_fused);
   gated::check_devices(op, layer, down);
+  refuse_formula(op, layer.input, objection);
   return in_context([&] { return GluFormula::forward(layer, down, activation); },
                     [&] { return gated::describe(op, layer, down); });
 }

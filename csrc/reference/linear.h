@@ -6,9 +6,17 @@
 #include "core/aten_activation.h"
 #include "core/check.h"
 #include "core/explain.h"
+#include "core/policy.h"
 #include "core/shapes.h"
 
 namespace fused::reference {
+
+// ATen's products take another kernel for another number of rows.
+inline void refuse_formula(const char* op, const Tensor& like, const char* why = nullptr) {
+  if (like.sym_numel() == 0) return;
+  refuse_batch_dependence(op, like, "tensors that a kernel of this package multiplies",
+                          why ? why : "a call that is left to ATen, such as a second derivative");
+}
 
 inline Tensor unwanted(const Tensor& like) { return at::empty({0}, like.options()); }
 
@@ -20,11 +28,22 @@ inline Tensor as_rows(const Tensor& tensor) {
   return tensor.reshape_symint({rows, tensor.sym_size(-1)});
 }
 
+// The tensor, or where a graph is recorded a copy: torch splits such a graph into forward and
+// backward, may keep any view for the backward, and refuses a forward in the body of `scan` whose
+// results share memory with its inputs or with each other.
+inline Tensor may_be_kept(const Tensor& tensor) {
+  return is_traced(tensor) ? tensor.clone(at::MemoryFormat::Contiguous) : tensor;
+}
+inline Tensor kept_rows(const Tensor& tensor) {
+  return tensor.dim() == 2 ? tensor : as_rows(may_be_kept(tensor));
+}
+
 // torch's own backward takes these products for a weight and an input of these layouts.
 inline Tensor weight_gradient(const Tensor& grad, const Tensor& input, const Tensor& weight) {
   return grad_lies_by_columns(weight) ? at::mm(input.t(), grad).t() : at::mm(grad.t(), input);
 }
 inline Tensor input_gradient(const Tensor& grad, const Tensor& weight, const Tensor& input) {
+  refuse_formula("linear's backward", grad);
   if (grad.dim() == 1) return at::mm(grad.unsqueeze(0), weight).squeeze(0);
   if (!lies_by_columns(input)) return at::matmul(grad, weight);
   return at::mm(weight.t(), as_rows(grad).t()).t().view_symint(input.sym_sizes());
@@ -89,6 +108,7 @@ Quadruple across(steps::LinearBackward layer, const steps::PreviousLayer& previo
 
 // On the meta device torch promotes a sum that it makes in place elsewhere.
 inline Tensor aten_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  refuse_formula("linear", input);
   const auto result = at::linear(input, weight, bias);
   return result.is_meta() ? result.to(input.scalar_type()) : result;
 }
@@ -102,6 +122,7 @@ struct LinearFormula {
   // -> output and, for ReLU, the bit mask; for GELU the pre-activation
   static Pair forward_aux(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                           Activation activation) {
+    refuse_formula("linear", input);
     const auto preactivation = at::linear(input, weight, bias);
     const auto output = activate(preactivation, activation);
     if (saved_for(activation) == Saved::output) {
@@ -129,6 +150,7 @@ struct LinearFormula {
             : gradient_from_saved(layer.grad_output, *layer.saved, layer.activation);
     const auto none = [&] { return unwanted(layer.grad_output); };
     if (layer.weight.dim() == 3) {
+      refuse_formula("ensemble_linear's backward", layer.grad_output);
       explain::append(explain::not_fused);
       return {layer.wanted[0] ? at::bmm(gradient, layer.weight) : none(),
               layer.wanted[1] ? at::bmm(gradient.mT(), layer.input) : none(),
@@ -136,7 +158,7 @@ struct LinearFormula {
     }
     const auto rows = as_rows(gradient);
     return {layer.wanted[0] ? input_gradient(gradient, layer.weight, layer.input) : none(),
-            layer.wanted[1] ? reference::weight_gradient(rows, as_rows(layer.input), layer.weight)
+            layer.wanted[1] ? reference::weight_gradient(rows, kept_rows(layer.input), layer.weight)
                             : none(),
             layer.wanted[2] ? rows.sum(0) : none()};
   }
@@ -163,6 +185,7 @@ struct LinearFormula {
                        const Tensor& weight,        // [members, out, in]
                        const OptionalTensor& bias,  // [members, out]
                        Activation activation) {
+    refuse_formula("ensemble_linear", input);
     explain::append(explain::not_fused);
     const auto z = has_value(bias) ? at::baddbmm(bias->unsqueeze(1), input, weight.mT())
                                    : at::bmm(input, weight.mT());
@@ -179,7 +202,7 @@ struct Linear {
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         Activation activation) {
     explain::append(explain::not_fused);
-    const auto result = at::linear(input, weight, bias).contiguous();
+    const auto result = aten_linear(input, weight, bias).contiguous();
     activate_out(result, result, activation);
     return result;
   }
@@ -230,7 +253,7 @@ struct Linear {
   }
 };
 
-// What torch refuses in any case, though on the meta device it may not notice, or in Python.
+// Checks sizes and dtypes that torch refuses, but may not notice on the meta device or in Python.
 inline void check_sizes_and_dtypes(const char* op, const Tensor& input, const Tensor& weight,
                                    const OptionalTensor& bias) {
   for (const auto& tensor : {input, weight}) {
@@ -247,6 +270,7 @@ inline Tensor in_torchs_words(const char* op, const Tensor& input, const Tensor&
                               const OptionalTensor& bias, Activation activation) {
   check_devices(op, input, weight, bias);
   check_sizes_and_dtypes(op, input, weight, bias);
+  refuse_formula(op, input);
   return in_context([&] { return LinearFormula::forward(input, weight, bias, activation); },
                     [&] { return describe_linear(op, input, weight, bias); });
 }
@@ -259,6 +283,7 @@ inline Tensor as_torch_does(const char* op, const char* objection, const Tensor&
   const explain::Row row(op, input, weight);
   explain::append(objection);
   explain::append(explain::not_fused);
+  refuse_formula(op, input, objection);
   return in_torchs_words(op, input, weight, bias, activation);
 }
 
@@ -267,6 +292,7 @@ inline Tensor mlp_as_torch_does(const char* objection, const Tensor& input, at::
   const explain::Row row("mlp", input, weights[0]);
   explain::append(objection);
   explain::append(explain::not_fused);
+  refuse_formula("mlp", input, objection);
   auto hidden = input;
   for (size_t i = 0; i < weights.size(); ++i) {
     const bool last = i + 1 == weights.size();

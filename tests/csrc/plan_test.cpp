@@ -3,6 +3,7 @@
 #include "expect.h"
 #include "problems.h"
 
+#include "plans/errors.h"
 #include "plans/select.h"
 
 #include <limits>

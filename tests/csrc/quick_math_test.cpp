@@ -4,7 +4,7 @@
 #include "expect.h"
 
 #include "cuda/tune/error_unit.h"
-#include "plans/select.h"
+#include "plans/errors.h"
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>

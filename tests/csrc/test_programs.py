@@ -12,16 +12,19 @@ ON_CPU = f"-I{HERE / 'cuda_on_cpu'}"
 # because torch's take longer than all of the tests.
 PROGRAMS = {
     "gemm_test.cpp plan_test.cpp plan_file_test.cpp": ["-O1"],
+    "invariant_test.cpp": ["-O1"],
+    "ordered_product_test.cpp": ["-O2", "-Wno-attributes", "-Wno-unknown-pragmas", ON_CPU],
     "quick_math_test.cpp": ["-O1", ON_CPU],
     "small_product_test.cpp": ["-O2", "-Wno-attributes", "-Wno-unknown-pragmas", ON_CPU],
     "threads_test.cpp conv_test.cpp": ["-O0"],
 }
+NEED_CUDA = ("small_product_test.cpp", "ordered_product_test.cpp")
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_program(program, tmp_path):
     sources, flags = program.split(), PROGRAMS[program]
-    if sources == ["small_product_test.cpp"] and not cpp_programs.WITH_CUDA:
+    if sources[0] in NEED_CUDA and not cpp_programs.WITH_CUDA:
         pytest.skip("needs a build with CUDA, for its headers")
     others = [word for source in sources[:-1] for word in ("-include", str(HERE / source))]
     libraries = ("torch", "torch_cpu", "c10")

@@ -444,6 +444,39 @@ return self.fc3(self.silu(gate) * layer(x))
 # gate_of_another_width: silu ~
 return F.silu(self.narrow(x)) * self.fc2(x)
 
+# slice_of_a_sequential (Sequential): mlp
+return self.seq[:3](x)
+
+# slices_of_a_sequential (Sequential): relu mlp ~
+x = self.seq[:2](x)
+part = x * 2
+return self.seq[2:5](part)
+
+# slice_by_a_name (Sequential): relu mlp ~
+return self.seq[: self.depth + 2](x)
+
+# slice_beside_an_activation (Sequential): mlp gelu ~
+return F.gelu(self.seq[2](self.seq[0:3](x)))
+
+# layers_of_a_slice (Sequential): relu relu relu ~
+for layer in self.seq[::2]:
+    x = F.relu(layer(x))
+return x
+
+# one_by_one (Sequential): - ~ | calls its layers one by one
+for i, layer in enumerate(self.seq):
+    x = layer(x)
+for i in range(len(self.seq)):
+    x = self.seq[i](x)
+return x
+
+# exchanged_layers: relu relu ~
+self.fc1, self.fc2 = self.fc2, self.fc1
+h = F.relu(self.fc1(x))
+h = F.relu(self.fc2(h))
+self.fc1, self.fc2 = self.fc2, self.fc1
+return h
+
 # no_halves: - | does not show
 gate, up, rest = self.both(x).chunk(3, -1)
 rest = self.silu(gate) * up + rest
@@ -502,6 +535,13 @@ class Base(nn.Module):
     def is_odd(self):
         self.times += 1
         return self.times % 2 == 1
+
+
+class Sequential(Base):
+    def __init__(self):
+        super().__init__()
+        fc1, fc2, fc3 = (nn.Linear(6, 6) for _ in range(3))
+        self.seq = nn.Sequential(fc1, nn.ReLU(), fc2, nn.GELU(), fc3)
 
 
 class Mixin:

@@ -44,7 +44,7 @@ def layer(change=None, *, mark="default", make=lambda: nn.Linear(4, 4)):
     found = make()
     plain.learn(found)
     if mark is not None:
-        setattr(found, plain.MARK, {*plain.MARKS[mark]})
+        setattr(found, plain.MARK, {**plain.MARKS[mark]})
     if change is not None:
         change(found)
     return found

@@ -70,6 +70,31 @@ def test_what_lies_in_a_block_of_autocast_is_left_alone():
         torch.testing.assert_close(results(scripted, [X]), results(plain, [X]))
 
 
+class Exchanged(Part):
+    def forward(self, x):
+        self.fc1, self.fc2 = self.fc2, self.fc1
+        y = self.fc3(self.act(self.fc1(x)))
+        self.fc3 = self.fc2
+        return y
+
+
+@pytest.mark.parametrize("memory", ["default", "low"])
+@pytest.mark.parametrize("number", [1, 3])
+def test_layers_that_are_exchanged_in_a_fused_model(number, memory):
+    """A script gives each attribute one type: a marked layer has that of an unmarked one."""
+    plain = Exchanged()
+    model = copy.deepcopy(plain)
+    tfl.fuse_(model, lambda name, layer: name in ("fc1", "fc2", "fc3")[:number], memory=memory)
+    for each in (model, plain):
+        each.fc1, each.fc3 = each.fc3, each.fc1
+    scripted, wanted = torch.jit.script(model), torch.jit.script(plain)
+    for _ in range(3):
+        torch.testing.assert_close(results(scripted, [X]), results(wanted, [X]))
+    assert tfl.fuse_script_(scripted).fused
+    for _ in range(3):
+        torch.testing.assert_close(scripted(X), wanted(X))
+
+
 def test_tied_parameters_stay_tied():
     plain = Plain()
     plain.fc2 = plain.fc1

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 X, W, B = torch.randn(5, 6), torch.randn(4, 6), torch.randn(4)
+X16, W16 = torch.randn(3, 16), torch.randn(16, 16)
 IMAGE, KERNEL = torch.randn(2, 3, 8, 9), torch.randn(4, 3, 3, 3)
 LAYERS = ([W, torch.randn(2, 4)], [B, None])
 
@@ -32,6 +33,13 @@ CASES = {
     "linear_glu": ((X, W, W + 1, B, None), ("relu", "default"), {"activation": "relu"}),
     "gated_mlp": ((X, W, W + 1, W.t(), None, B, None), ("silu", "low"), {"memory": "low"}),
     "mlp": ((X, *LAYERS), ("gelu_tanh", "default"), {}),
+    "float8_linear": ((X16, W16, None), ("relu",), {"activation": "relu"}),
+    "float8_mlp": ((X16, [W16], [None]), ("silu",), {"activation": "silu"}),
+    "float8_gated_mlp": (
+        (X16, W16, W16 + 1, W16, None, None, None),
+        ("relu2",),
+        {"activation": "relu2"},
+    ),
     "conv2d_relu": ((IMAGE, KERNEL, B), ([2, 1], [0, 1], [1, 1], 1), {}),
 }
 case_param = pytest.mark.parametrize("name", CASES)

@@ -153,5 +153,6 @@ def test_every_operator_is_here():
     names = {n for n in torch._C._dispatch_get_all_op_names() if n.startswith("fused::")}
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     inferred = {n.removeprefix("fused::") for n in names if has(n, "Meta")}
+    inferred = {n for n in inferred if not n.startswith("_float8_")}  # tests/float8 has these
     # The last two are put into a compiled backward, where there is no key above the kernels'.
     assert inferred == {*PUBLIC, *STEPS, "_accumulated_weight_gradient", "_storages"}

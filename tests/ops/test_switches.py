@@ -16,7 +16,7 @@ SWITCHES = {
         tfl.get_policy,
         ("auto", "eager", "cublaslt"),
         (None, 1, b"auto", ["auto"], print),
-        "policy must be 'auto', 'cublaslt' or 'eager'",
+        "policy must be 'auto', 'cublaslt', 'eager' or 'batch_invariant'",
     ),
     "budget": (
         tfl.plans.budget,

@@ -17,6 +17,8 @@ from watching import operators_of
 import torch_fused_linear as tfl
 from torch_fused_linear import plans
 
+POLICIES = "'auto', 'cublaslt', 'eager' or 'batch_invariant'"
+
 
 @pytest.mark.parametrize(
     "switch, value, words",
@@ -26,7 +28,7 @@ from torch_fused_linear import plans
         (plans.verbose, -1, "level must be from 0 to 2, got -1"),
         (plans.verbose, 3, "level must be from 0 to 2, got 3"),
         *(
-            (tfl.set_policy, name, f"policy must be 'auto', 'cublaslt' or 'eager', got '{name}'")
+            (tfl.set_policy, name, f"policy must be {POLICIES}, got '{name}'")
             for name in ("", "Auto", "cublas")
         ),
     ],
@@ -50,7 +52,7 @@ torch.ops.fused._plans_verbosity(), t.plans.get_budget()
     [
         ("BUDGET_MS", ["much", "nan", "1e300"], "a number from 0 to 1e+06"),
         ("VERBOSE", ["1e300", "-1"], "an integer from 0 to 2"),
-        ("POLICY", ["fast"], "'auto', 'cublaslt' or 'eager'"),
+        ("POLICY", ["fast"], POLICIES),
     ],
 )
 def test_values_in_the_environment_are_checked(variable, values, expected):

@@ -5,6 +5,7 @@ that a user may be shown and cannot look up, or a number older than the results,
 """
 
 import ast
+import doctest
 import importlib.util
 import inspect
 import re
@@ -107,6 +108,58 @@ def test_docstring(name):
             assert section(docstring, "Returns").strip(), "no Returns"
     for exception in raised(value):
         assert exception in section(docstring, "Raises"), f"Raises says nothing of {exception}"
+
+
+# A docstring begins with its subject or its verb.
+FIRST_WORDS = ("Of ", "What ", "Whether ", "The same", "In place of")
+
+
+def docstrings_of(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+            yield ast.get_docstring(node) or ""
+
+
+def test_docstrings_begin_with_subject_or_verb():
+    folder = ROOT / "torch_fused_linear"
+    paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}
+    wrong = [
+        f"{name}: {docstring.splitlines()[0]}"
+        for name, path in sorted(paths.items())
+        for docstring in docstrings_of(path)
+        if docstring.startswith(FIRST_WORDS)
+    ]
+    assert wrong == [] and len(paths) > 50
+
+
+# By the comment in an example's first line: whether this machine has what it needs.
+NEEDS = {
+    "a GPU": torch.cuda.is_available(),
+    "onnxscript": importlib.util.find_spec("onnxscript") is not None,
+    "several processes": False,
+}
+NO_EXAMPLE = (ModuleType, property)
+
+
+def examples_of(name):
+    docstring = inspect.cleandoc(PUBLIC[name].__doc__ or "")
+    return doctest.DocTestParser().get_doctest(docstring, {}, name, None, 0)
+
+
+@pytest.mark.parametrize("name", [n for n, v in PUBLIC.items() if not isinstance(v, NO_EXAMPLE)])
+def test_the_example_of_a_docstring_runs(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    test = examples_of(name)
+    assert test.examples, f"{name} has no example"
+    needs = re.search(r">>> # needs (.*)", test.docstring)
+    if needs and not NEEDS[needs[1]]:
+        pytest.skip(f"needs {needs[1]}")
+    test.globs = {name: getattr(tfl, name) for name in tfl.__all__}
+    test.globs |= {"torch": torch, "nn": torch.nn, "F": torch.nn.functional}
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    said = []
+    doctest.DocTestRunner(optionflags=flags).run(test, out=said.append)
+    assert not said, "".join(said)
 
 
 # --- pages that follow the code ---------------------------------------------------------------

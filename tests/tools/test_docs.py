@@ -21,7 +21,7 @@ from processes import ROOT
 import torch_fused_linear as tfl
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
-PAGES += sorted(ROOT.glob("benchmarks/*.md"))
+PAGES += sorted(ROOT.glob("benchmarks/*.md")) + [ROOT / "docs" / "llms.txt"]
 FENCE = re.compile(
     r"(?P<notes>(?:^ *<!--[^\n]*-->\n)*)^(?P<indent> *)```(?P<language>\w*)\n"
     r"(?P<text>.*?)^(?P=indent)```$",

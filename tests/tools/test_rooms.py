@@ -1,4 +1,4 @@
-"""The rooms of CONTRIBUTING: who may include or import whom, and no circles."""
+"""The rooms of docs/design.md: who may include or import whom, and no circles."""
 
 import ast
 import re
@@ -12,18 +12,31 @@ from processes import ROOT
 CSRC, PACKAGE = ROOT / "csrc", ROOT / "torch_fused_linear"
 
 
+def rows_of(folder):
+    """The cells of the table that begins with the folder's name."""
+    text = (ROOT / "docs" / "design.md").read_text()
+    table = re.search(rf"^\| {folder} \|.*\n\|(?:---\|)+\n((?:\|.*\n)+)", text, re.MULTILINE)
+    return [row.split("|")[1:-1] for row in table[1].splitlines()]
+
+
+def quoted(cell):
+    return re.findall(r"`([^`]+)`", cell)
+
+
 def order(folder):
-    """The names in the first column of the table that begins with the folder's name."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    table = re.search(rf"^\| {folder} \|.*\n\|---\|---\|\n((?:\|.*\n)+)", text, re.MULTILINE)
-    rows = [row.split("|")[1] for row in table[1].splitlines()]
-    return {name: n for n, row in enumerate(rows) for name in re.findall(r"`([^`]+)`", row)}
+    """The names in the first column."""
+    return {name: n for n, (room, *_) in enumerate(rows_of(folder)) for name in quoted(room)}
 
 
-def includes():
+def unknown(folder):
+    """By room: what it does not know, the names in the last column."""
+    return {name: quoted(last) for room, _, last in rows_of(folder) for name in quoted(room)}
+
+
+def includes(pattern='"([^"]+)"'):
     return {
         path.relative_to(CSRC).as_posix(): set(
-            re.findall(r'^#include "([^"]+)"', path.read_text(), re.MULTILINE)
+            re.findall(f"^#include {pattern}", path.read_text(), re.MULTILINE)
         )
         for path in CSRC.rglob("*")
         if path.suffix in (".h", ".cpp", ".cu", ".cuh")
@@ -100,6 +113,34 @@ def test_nothing_leads_in_a_circle(folder, arrows, room_of):
 def test_an_include_of_a_room_above_is_found(wrong):
     arrows = {**includes(), wrong: {"autograd/node.h"}}
     assert upward(arrows, order("csrc"), csrc_room) == [f"{wrong} -> autograd/node.h"]
+
+
+def known_in_spite(arrows, forbidden, room_of, is_in):
+    return [
+        f"{source} -> {target}"
+        for source, targets in sorted(arrows.items())
+        for target in sorted(targets)
+        if any(is_in(target, name) for name in forbidden[room_of(source)])
+    ]
+
+
+def includes_of(target, name):
+    return target.startswith(name)  # "cuda" is CUDA's headers, too
+
+
+def imports_of(target, name):
+    return target.split(".")[1] == name
+
+
+def test_rooms_do_not_know_what_the_tables_say():
+    everything, csrc, package = includes('["<]([^">]+)[">]'), unknown("csrc"), unknown(PACKAGE.name)
+    assert known_in_spite(everything, csrc, csrc_room, includes_of) == []
+    assert known_in_spite(imports(), package, lambda n: n.split(".")[1], imports_of) == []
+    assert sum(map(len, [*csrc.values(), *package.values()])) > 40
+    wrong = {"gemm/strategy.h": {"cuda_runtime_api.h", "gemm/problem.h"}}
+    assert known_in_spite(wrong, csrc, csrc_room, includes_of) == [
+        "gemm/strategy.h -> cuda_runtime_api.h"
+    ]
 
 
 def test_the_build_takes_every_room():

@@ -1,4 +1,4 @@
-"""``fuse_`` and ``unfuse_``: ``act(linear(x))`` of a model that exists made one call."""
+"""``fuse_`` and ``unfuse_``: one call for ``act(linear(x))`` in an existing model."""
 
 import gc
 import sys
@@ -26,37 +26,37 @@ def fuse_(
     memory: Memory = "default",
     dry_run: bool = False,
 ) -> Report:
-    r"""Replaces linear layers and their activations in a model by fused operators, in place.
+    """Replaces linear layers and their activations in a model by fused operators, in place.
 
-    Wherever the model's code calls layers straight one after the other, such as
-    ``fc2(act(fc1(x)))``, the calls become one. Each time it runs, that call looks at the modules
-    and the tensor that it is given. Plain ``nn.Linear`` layers with ReLU, its square, GELU or SiLU
-    between them run as :func:`torch_fused_linear.mlp`, a layer with its activation as one operator,
-    ``nn.Conv2d`` and ReLU likewise, and ``act(gate(x)) * up(x)`` with the layer after it as
-    :func:`torch_fused_linear.gated_mlp`. Anything else runs the code as written.
+    Wherever the model's code calls layers one after the other, such as ``fc2(act(fc1(x)))``, the
+    calls become one. Each time it runs, that call checks its modules and its tensor. Plain
+    ``nn.Linear`` layers with ReLU, its square, GELU or SiLU between them run as
+    :func:`torch_fused_linear.mlp`, a layer with its activation as one operator, ``nn.Conv2d`` and
+    ReLU likewise, and ``act(gate(x)) * up(x)`` with the layer after it as
+    :func:`torch_fused_linear.gated_mlp`. Anything else runs the code as it was written.
 
     Modules stay the same objects of the same classes, and the model computes the same function
     whatever is done to it before or after. The function that holds the calls gets other code, once
-    for the process; an attribute of each layer marks the layers for which it matters.
+    for the process; an attribute of each layer marks the layers that may be fused.
     ``torch.compile`` and ``torch.export`` get the operators. ``torch.jit.script`` compiles the text
-    of functions, so a scripted model is the plain one until :func:`fuse_script_`.
+    of functions, so a scripted model is the plain one until :func:`fuse_script_` fuses it.
 
     Args:
-        model: changed in place. It may be on any device, ``meta`` too.
-        filter_fn: ``filter_fn(name, module)`` is asked for every layer that is to take part,
-            with its name in the model; one for which it returns ``False`` is called as before.
+        model: the model, changed in place. It may be on any device, including ``meta``.
+        filter_fn: ``filter_fn(name, module)`` is called for every layer that would be fused, with
+            its name in the model. A layer for which it returns ``False`` is called as before.
         memory: ``'default'``, or ``'low'`` to keep less for the backward where that pays.
-            docs/memory.md says where, and which writes between two layers go unseen then.
-        dry_run: only report, for which the compiled library need not be there.
+            docs/memory.md says where, and which writes go unnoticed then.
+        dry_run: only report. This works without the compiled library.
 
     Returns:
-        A report of what was fused and what was not, ``report.fused`` and ``report.skipped``. It
-        can be printed, and drawn by ``report.save_picture(path)``.
+        A report with the blocks that were fused, ``fused``, and the layers that were not,
+        ``skipped``. It can be printed, and drawn by ``save_picture(path)``.
 
     Raises:
-        TypeError: ``model`` is not an ``nn.Module``, or is one that is scripted, traced or exported
-            already; ``filter_fn`` is not callable.
-        ValueError: ``memory`` is neither of these.
+        TypeError: ``model`` is not an ``nn.Module``, or was scripted, traced or exported; or
+            ``filter_fn`` is not callable.
+        ValueError: ``memory`` is neither ``'default'`` nor ``'low'``.
         ImportError: the compiled library is missing.
 
     Examples::
@@ -82,31 +82,50 @@ def fuse_(
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether :func:`fuse_` has changed the module or one in it.
+    """Returns whether :func:`fuse_` has changed the module or one in it.
 
     Args:
-        module: a model, part or copy of one.
+        module: a model, or a part or copy of one.
 
     Returns:
-        True where a layer is marked; whether a call is fused is decided when it runs
-        (:class:`torch_fused_linear.explain`).
+        True if a layer is marked. Each call decides whether it runs fused; see
+        :class:`torch_fused_linear.explain`.
 
     Raises:
         TypeError: ``module`` is not an ``nn.Module``.
+
+    Examples::
+
+        >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
+        >>> is_fused(model)
+        False
+        >>> report = fuse_(model)
+        >>> is_fused(model)
+        True
     """
     check_module("is_fused", module)
     return any(MARK in vars(m) for _, m in named(module))
 
 
 def unfuse_(model: nn.Module) -> None:
-    """Undoes :func:`fuse_`, in place: no layer is marked any more, and functions have the code
-    again that they had when none is in the process. Models behind ``gc.freeze()`` are not found.
+    """Undoes :func:`fuse_`, in place.
+
+    It removes the mark of each layer. When no layer in the process is marked any more, the
+    functions get back the code that they had. Models behind ``gc.freeze()`` are not found.
 
     Args:
-        model: a model that :func:`fuse_` has changed, or part or a copy of one.
+        model: a model that :func:`fuse_` has changed, or a part or copy of one.
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``.
+
+    Examples::
+
+        >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
+        >>> report = fuse_(model)
+        >>> unfuse_(model)
+        >>> is_fused(model)
+        False
     """
     check_module("unfuse_", model)
     marks = [vars(module).pop(MARK, None) for _, module in named(model)]

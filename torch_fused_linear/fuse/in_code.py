@@ -9,6 +9,7 @@ from torch import nn
 
 from .. import _library
 from .._when_imported import when_imported
+from ..activations import named_gelu
 from . import plain
 from . import run as decisions
 from .plain import applied, method_pow  # noqa: F401
@@ -27,13 +28,16 @@ method_relu, method_relu_, method_square = plain.METHODS.values()
 power = operator.pow
 
 
-def _substitute() -> None:
-    """Lets torch.compile trace the Python of what is C."""
-    for name in IN_C:
+def _teach_dynamo() -> None:
+    """Lets torch.compile trace the Python of what is C, and ask the tables once, while it traces:
+    else it would test before each call that they hold what they held."""
+    for function in (plain.kind_of_class, named_gelu):
+        torch.compiler.assume_constant_result(function)
+    for name in IN_C if _direct is not decisions else ():
         as_c = torch.compiler.substitute_in_graph(getattr(_direct, name), skip_signature_check=True)
         as_c(getattr(decisions, name))
 
 
 if _direct is not decisions:
     _direct.know(plain, decisions, nn.Linear, nn.Conv2d, nn.Module, nn.Sequential)
-    when_imported("torch._dynamo", _substitute)
+when_imported("torch._dynamo", _teach_dynamo)

@@ -20,12 +20,11 @@ from ..nn.gated import FusedGatedMLP
 from ..nn.mlp import FusedMLP
 from . import plain
 from .families import NAMES
+from .parts import CHILDREN, ITERATORS, WHOLE, Bounds, bounds_of, parts_called
 from .runs import Step, runs_of, step_of
 from .source import Text, Unreadable, code_of, codes_in, place_of, unwrapped
 
 FUSED = (FusedMLP, FusedGatedMLP)
-ITERATORS = {"enumerate", "reversed", "zip", "list", "tuple", "iter"}
-CHILDREN = {"children", "modules", "values", "named_children", "items", "named_modules"}
 CONTAINERS = (list, tuple, dict, nn.ModuleList, nn.ModuleDict, nn.Sequential)
 OWN_LOOK_UP = object.__getattribute__
 MOST_NAMES = 7  # that stand for one another
@@ -51,10 +50,10 @@ class Element:
         return f"{self.text.code.co_filename}:{self.step.node.lineno}" if self.text else ""
 
     def kinds(self, *, is_plain: bool = False) -> list[str | None]:
-        """What each of its values is as an activation, or as one that is plain now."""
+        """Returns the activation that each of its values is, or with `is_plain` is now."""
         options, _ = self.step.options()
         refused = [is_plain and plain.activation_objection(v, options) for v in self.values]
-        kinds = [plain.activation_kind(value, options) for value in self.values]
+        kinds = [plain.Rules.activation_kind(value, options) for value in self.values]
         return [None if reason else kind for kind, reason in zip(kinds, refused)]
 
     def of(self, test: Callable[[object], bool]) -> list[Any]:
@@ -64,7 +63,7 @@ class Element:
         if self.step.callee is None or not self.step.is_square:
             return self.step.is_square
         more = tuple(getattr(node, "value", None) for node in self.step.node.args[1:])
-        known = [plain.is_square(value, more) for value in self.values]
+        known = [plain.Rules.is_square(value, more) for value in self.values]
         return any(known) and all(known) and not self.step.node.keywords
 
 
@@ -72,12 +71,14 @@ Chain = list[Element]
 
 
 class Model:
-    """What there is to know before anything is decided."""
+    """The modules of a model with their names and the chains in their code."""
 
     def __init__(self, root: nn.Module) -> None:
         self.paths: dict[nn.Module, str] = {}
         self.frozen: dict[str, str] = {}  # why a module was not entered
         self.unread: dict[nn.Module, tuple[str, str]] = {}  # why code is not believed, and where
+        self.apart: dict[nn.Module, str] = {}  # containers that no code calls, and why
+        self._holders: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
         self._text, self._runs = cache(Text), cache(runs_of)
         self._visit(root, "")
         self.modules = {path: module for module, path in self.paths.items()}
@@ -92,6 +93,8 @@ class Model:
             self.paths[module] = path
             for name, child in children(module).items():
                 self._visit(child, f"{path}.{name}" if path else name)
+                if child in self.paths:
+                    self._holders.setdefault(child, []).append((module, name))
 
     def chains(self, module: nn.Module) -> Iterator[Chain]:
         if isinstance(module, FUSED) or not any(plain.is_layer(m) for _, m in named(module)):
@@ -109,7 +112,8 @@ class Model:
         if function is nn.Sequential.forward:
             is_torchs = text.file[1] == nn.modules.container.__file__
             is_loop = is_torchs and type(module).__iter__ is nn.Sequential.__iter__
-            return [self._sequence(module)] if is_loop else []
+            chain = self._sequence(module) if is_loop else []
+            return [chain[slice(*bounds)] for bounds in self._parts(module)] if chain else []
         resolver = Resolver(module, text)
 
         def element(step: Step) -> Element:
@@ -135,6 +139,24 @@ class Model:
             if name in (*NAMES, "relu_", "getattr") or any(map(plain.is_activation, found)):
                 return True
         return False
+
+    def _parts(self, sequential: nn.Module) -> list[Bounds]:
+        """The bounds of what is called of it: all, where that is not known."""
+        found: dict[Bounds | None, None] = {}
+        for holder, name in self._holders.get(sequential, ()):
+            before = len(found)
+            try:
+                for function in functions_of(type(holder)):
+                    found |= dict.fromkeys(parts_called(name, self._text(function)))
+            except Unreadable:
+                return [WHOLE]
+            if len(found) == before:  # other code calls it
+                return [WHOLE]
+        parts = [part for part in found if part is not None]
+        if found and not parts:
+            holder = type(self._holders[sequential][0][0]).__name__
+            self.apart[sequential] = f"the code of {holder} calls its layers one by one"
+        return [WHOLE] if not found or WHOLE in parts else parts
 
     def _sequence(self, sequential: nn.Module) -> Chain:
         calls = (ast.parse("module(input)", mode="eval").body for _ in sequential._modules)
@@ -168,7 +190,7 @@ def frozen_reason(module: nn.Module) -> str | None:
 
 
 def is_sequential(module: object) -> bool:
-    """Whether it does what nn.Sequential does; torchvision's MLP has only a constructor more."""
+    """Returns whether it runs as nn.Sequential; torchvision's MLP only adds a constructor."""
     if not isinstance(module, nn.Sequential) or type(module).__hash__ is None:
         return False
     names = "forward", "__iter__"
@@ -186,7 +208,7 @@ def pass_over(chain: Chain, start: int) -> int:
 
 
 class Resolver:
-    """Of one method of one module."""
+    """Finds the objects that expressions in one method of one module stand for."""
 
     def __init__(self, owner: nn.Module, text: Text) -> None:
         self.owner = owner
@@ -226,7 +248,7 @@ class Resolver:
                     self._assign(part, ast.Starred(each.args[k]) if is_apart else value)
 
     def values(self, node: ast.expr) -> list[object]:
-        """What it may be; empty if that is not known."""
+        """Returns the objects that an expression may stand for; empty if that is not known."""
         match node:
             case ast.Name(name):
                 return self._name(name)
@@ -234,6 +256,8 @@ class Resolver:
                 return self._each(value)
             case ast.Attribute(value, name):
                 return self._attributes(value, name)
+            case ast.Subscript(value, ast.Slice() as index):
+                return [_slice(held, index) for held in self.values(value)]
             case ast.Subscript(value, index):
                 return [v for held in self.values(value) for v in _part(held, index)]
             case ast.Call(ast.Name("getattr"), [value, ast.Constant(name)]):
@@ -245,8 +269,9 @@ class Resolver:
         return []
 
     def is_stored(self, node: ast.expr) -> bool:
-        """Whether looking it up runs no code of the user's: names, what is stored in modules, and
-        items of torch's containers."""
+        """Returns whether looking it up runs no code of the user's: names, attributes that are
+        stored in modules, and items of torch's containers.
+        """
         match node:
             case ast.Name() | ast.Constant():
                 return True
@@ -278,7 +303,7 @@ class Resolver:
         return found
 
     def _each(self, node: ast.expr) -> list[object]:
-        """What it yields, one by one; all that may come, which is enough to know."""
+        """Returns all objects that iterating over it may yield."""
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ITERATORS:
             return [v for argument in node.args for v in self._each(argument)]
         return (self.values if isinstance(node, ast.Call) else self._children)(node)
@@ -297,7 +322,7 @@ class Resolver:
 
 
 def _part(held: object, index: ast.expr) -> list[object]:
-    """What an index, or any index where it is no constant, takes out of it."""
+    """Returns the objects that an index selects; all of them if the index is no constant."""
     found = children(held)
     try:
         key = ast.literal_eval(index)
@@ -306,6 +331,11 @@ def _part(held: object, index: ast.expr) -> list[object]:
     if isinstance(key, int):
         return list(found.values())[key:][:1] if -len(found) <= key else []
     return [found[key]] if isinstance(key, str) and key in found else []
+
+
+def _slice(held: object, index: ast.Slice) -> list[object]:
+    """Returns the objects in a slice; all of them if its bounds are no constants."""
+    return [*children(held).values()][slice(*bounds_of(index) or WHOLE)]
 
 
 def _attribute(base: object, name: str) -> object:
@@ -322,7 +352,9 @@ def _attribute(base: object, name: str) -> object:
 
 
 def _is_stored(base: object, name: str) -> bool:
-    """Whether the attribute is looked up without code of the user's, here and in subclasses."""
+    """Returns whether the attribute is looked up without code of the user's, here and in
+    subclasses.
+    """
     if isinstance(base, ModuleType):
         return name in vars(base)
     if not isinstance(base, nn.Module) or type(base).__getattribute__ is not OWN_LOOK_UP:
@@ -363,7 +395,7 @@ def named(
 
 
 def children(held: object) -> dict[object, object]:
-    """What a module, a list or a dictionary holds."""
+    """Returns the objects that a module, a list or a dictionary holds, by their keys."""
     if isinstance(held, nn.Module):
         held = held._modules
     elif isinstance(held, (list, tuple)):

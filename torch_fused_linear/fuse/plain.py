@@ -1,8 +1,7 @@
-"""What is plain, and why other things are not: a layer that only applies its parameters, an
-activation of ours.
+"""Decides which modules are plain, and why others are not: a layer that only applies its
+parameters, an activation of ours.
 
-When it runs csrc/python/plain.cpp decides the same in C where it is simple; tests hold both to one
-table.
+At run time csrc/python/plain.cpp decides the simple cases in C; tests hold both to one table.
 """
 
 import ast
@@ -32,10 +31,11 @@ from .families import ACTIVATION_LIBRARIES, ACTIVATIONS, CONV1D, full_name
 from .runs import METHODS
 from .source import called_by
 
-# The attribute of a layer that fuse_ has marked, a set of options: with "low" the layer keeps less
-# for the backward. TorchScript ignores sets, so a marked layer has the type of an unmarked one.
+# The attribute of a layer that fuse_ has marked, a dictionary of options: with "low" the layer
+# keeps less for the backward. TorchScript ignores it, so a marked layer has the type of an unmarked
+# one. Dynamo knows whether a dictionary has changed, so it seldom looks at the layer.
 MARK = "_torch_fused_linear"
-MARKS: dict[str, set[str]] = {"default": set(), "low": {"low"}}  # to be copied
+MARKS: dict[str, dict] = {"default": {}, "low": {"low": {}}}  # to be copied
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -49,7 +49,7 @@ def applied(function, more, named, h):
 
 
 def called_in(node: ast.Call | ast.BinOp) -> Callable:
-    """What stands for ``h.relu()``, ``h.pow(2)`` or ``h ** 2``."""
+    """Returns the function that computes ``h.relu()``, ``h.pow(2)`` or ``h ** 2``."""
     return operator.pow if isinstance(node, ast.BinOp) else METHODS.get(node.func.attr, method_pow)
 
 
@@ -63,6 +63,7 @@ FUNCTIONS = (
     (F.silu, "silu", "inplace"),
     *((f, "relu", "") for f in (torch.relu, torch.relu_, METHODS["relu"], METHODS["relu_"])),
 )
+RELU, GELU, SILU, LINEAR = (as_made(F, name) for name in ("relu", "gelu", "silu", "linear"))
 # The forward of every class whose calls are known; one that was exchanged makes it unknown.
 LAYERS = {cls: as_made(cls, "forward") for cls in (nn.Linear, nn.Conv2d)}
 KNOWN = (nn.ReLU, nn.GELU, nn.SiLU)
@@ -80,16 +81,6 @@ UNTOUCHED = tuple(  # None where there was none: methods of torch's own tensors 
 )
 
 
-def memory_of(layer: object) -> str | None:
-    """Returns ``"default"`` or ``"low"`` for a marked layer, else None."""
-    if not isinstance(layer, nn.Module):
-        return None
-    # Dynamo guards an attribute that is looked up, but no entry of __dict__.
-    is_traced = is_dynamo_compiling()
-    mark = getattr(layer, MARK, None) if is_traced else layer.__dict__.get(MARK)
-    return None if mark is None else "low" if mark else "default"
-
-
 def learn(value: object) -> None:
     """Makes known the class of a layer or an activation of another library."""
     cls = type(value)
@@ -101,152 +92,190 @@ def learn(value: object) -> None:
     known.setdefault(cls, what)
 
 
-def is_spread(layer: nn.Module) -> bool:
-    """Whether its hooks are those of ``ColwiseParallel`` or ``RowwiseParallel``, and no others."""
-    is_linear = not is_dynamo_compiling() and type(layer) is nn.Linear
-    return is_linear and parallel_plan(layer) is not None
-
-
-def objection(module: nn.Module) -> str | None:
-    """Returns why a call of the module is more than its class's forward, or None."""
-    return added_behaviour(module, HOOKS[2:] if is_spread(module) else HOOKS)
-
-
-def is_watched(module: nn.Module) -> bool:
-    return bool(objection(module) or has_any_global_hook())
-
-
-def is_untouched(cls: type, forward: object) -> bool:
-    """Whether nobody has put another function into the class, or into torch."""
-    is_traced = is_dynamo_compiling()  # which has methods of its own in nn.Module
-    if is_traced:  # guards of a table's class are tested once, of a module's class at every module
-        cls = next(known for table in (LAYERS, MODULES, PASSED) for known in table if known is cls)
-    call = nn.Module.__call__ if is_traced or is_exporting() else CALL  # wrapped for a while
-    call_impl = nn.Module._call_impl if is_traced else CALL_IMPL
-    known = cls.forward is forward and cls.__call__ is call and cls._call_impl is call_impl
-    return known and all(
+def kind_of_class(cls: type) -> str | None:
+    """Returns what a call of such a module is: ``"layer"``, an activation (``"gelu"`` of either
+    form), ``"dropout"`` or ``"identity"``; None where it is unknown, or somebody has put another
+    function into the class, or into torch."""
+    if cls in LAYERS:
+        kind, forward = "layer", LAYERS[cls]
+    elif cls in PASSED:
+        kind, forward = cls.__name__.lower(), PASSED[cls]
+    else:
+        kind, forward = MODULES.get(cls, (None, None))
+    call = nn.Module.__call__ if is_exporting() else CALL  # wrapped for a while
+    known = kind and cls.forward is forward and cls.__call__ is call and cls._call_impl is CALL_IMPL
+    is_untouched = known and all(
         getattr(owner, name) is (value or getattr(torch._C.TensorBase, name))
         for owner, name, value in UNTOUCHED
     )
+    return kind if is_untouched else None
 
 
-def fits(layer: nn.Module, input: object, weight: Tensor, bias: Tensor | None) -> bool:
-    """False where torch's own function would raise an error, which then does."""
-    if type(weight) not in PLAIN:  # a DTensor, between the hooks that make one of the input
-        return not is_foreign(input)
-    if type(input) not in PLAIN or input.is_nested or not agree(input, weight, bias):
-        return False
-    if type(layer) is nn.Conv2d:
-        is_image = weight.dim() == 4 and input.dim() in (3, 4)
-        return is_image and input.shape[-3] == weight.shape[1] * layer.groups
-    return weight.dim() == 2 and input.dim() >= 1 and input.shape[-1] == weight.shape[1]
+class Rules:
+    """The questions that decide a run. They are methods, because Dynamo tests before each call of
+    compiled code that a module still has the functions which were traced, and tests no methods.
+    """
 
-
-def has_known_geometry(layer: nn.Conv2d) -> bool:
-    """Whether our layer takes it as torch's does; what was set later may be anything."""
-    is_word = layer.padding == "valid" or (layer.padding == "same" and layer.stride == (1, 1))
-    given = layer.stride, layer.dilation, 0 if is_word else layer.padding
-    pairs = [g if type(g) is tuple else (g, g) for g in given]
-    return all(len(pair) == 2 and all(type(n) is int for n in pair) for pair in pairs)
-
-
-def agree(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether they are of one device, and of one dtype unless autocast casts."""
-    others = (input,) if bias is None else (input, bias)
-    is_one = all(t.dtype == weight.dtype for t in others)
-    kind = weight.device.type  # of which autocast may know nothing
-    is_one = is_one or (kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind))
-    return is_one and all(t.device == weight.device for t in others)
-
-
-def parameters(layer: nn.Module) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias of a layer that does nothing but apply them; None of any other."""
-    cls, held = type(layer), layer._parameters
-    if cls not in LAYERS or is_watched(layer) or not is_untouched(cls, LAYERS[cls]):
-        return None
-    if "weight" not in held or "bias" not in held:  # somebody made a buffer of it
-        return None
-    weight, bias = held["weight"], held["bias"]
-    tensors = (weight,) if bias is None else (weight, bias)
-    if is_spread(layer):
-        is_known = not any(t is None or type(t) in PLAIN or is_foreign(t) for t in tensors)
-    else:
-        is_known = all(type(t) in PLAIN for t in tensors)
-    modes = [] if is_dynamo_compiling() else function_modes()  # others' want to see torch's calls
-    if not is_known or not all(type(mode).__module__.startswith("torch.") for mode in modes):
-        return None
-    # another library's layer has its weight transposed; the operators take any strides
-    return (weight if cls in (nn.Linear, nn.Conv2d) else weight.t()), bias
-
-
-def activation_kind(function: object, options: dict | None = None) -> str | None:
-    """The operators' name of a module or function with these keyword arguments beside the tensor,
-    or None where it is no activation of ours exactly."""
-    for known, kind, option in FUNCTIONS:
-        if function is known:
-            if options and options.keys() != {option}:
-                return None
-            return name_of_gelu((options or {}).get(option, "none")) if kind == "gelu" else kind
-    if options:
-        return None
-    if isinstance(function, nn.Module):
-        cls = type(function)
-        if cls not in MODULES and not is_dynamo_compiling():
-            learn(function)
-        kind, forward = MODULES.get(cls, (None, None))
-        if kind is None or not is_untouched(cls, forward):
+    @classmethod
+    def memory_of(cls, layer: object) -> str | None:
+        """Returns ``"default"`` or ``"low"`` for a marked layer, else None."""
+        if not isinstance(layer, nn.Module):
             return None
-        held = function.__dict__.get("act")  # of transformers' classes, and may be exchanged
-        if held is not None and getattr(held, "__self__", None) is not function:
-            return kind if activation_kind(held) == kind else None
-        return name_of_gelu(function.approximate) if kind == "gelu" else kind
-    if type(function) is functools.partial:
-        known = any(function.func is f for f, _, option in FUNCTIONS if option)
-        is_bare = known and not function.args
-        return activation_kind(function.func, function.keywords) if is_bare else None
-    return activation_kind(*called_by(function)) if type(function) is FunctionType else None
+        # Dynamo guards an attribute that is looked up, but no entry of __dict__.
+        is_traced = is_dynamo_compiling()
+        mark = getattr(layer, MARK, None) if is_traced else layer.__dict__.get(MARK)
+        return None if mark is None else "low" if mark else "default"
 
+    @classmethod
+    def is_spread(cls, layer: nn.Module) -> bool:
+        """Returns whether its hooks are only ``ColwiseParallel``'s or ``RowwiseParallel``'s."""
+        is_linear = not is_dynamo_compiling() and type(layer) is nn.Linear
+        return is_linear and parallel_plan(layer) is not None
 
-def plain_kind(function: object, options: dict | None = None) -> str | None:
-    """The same, unless somebody watches the activation, or autocast squares in fp32."""
-    if isinstance(function, nn.Module) and is_watched(function):
-        return None
-    kind = activation_kind(function, options)
-    return None if kind == "relu2" and torch.is_autocast_enabled("cuda") else kind
+    @classmethod
+    def objection(cls, module: nn.Module) -> str | None:
+        """Returns why a call of the module is more than its class's forward, or None."""
+        return (
+            added_behaviour(module, HOOKS[2:]) if cls.is_spread(module) else added_behaviour(module)
+        )
 
+    @classmethod
+    def is_watched(cls, module: nn.Module) -> bool:
+        return bool(cls.objection(module) or has_any_global_hook())
 
-def is_square(function: object, more: tuple = ()) -> bool:
-    """Whether a function that is given so much beside the tensor returns its square."""
-    known = (given for square, given in SQUARES.items() if function is square)
-    return more == next(known, None) and all(type(value) is int for value in more)
+    @classmethod
+    def fits(cls, layer: nn.Module, input: object, weight: Tensor, bias: Tensor | None) -> bool:
+        """False where torch's own function would raise an error, which then does."""
+        if type(weight) not in PLAIN:  # a DTensor, between the hooks that make one of the input
+            return not is_foreign(input)
+        if type(input) not in PLAIN or input.is_nested or not cls.agree(input, weight, bias):
+            return False
+        if type(layer) is nn.Conv2d:
+            is_image = weight.dim() == 4 and input.dim() in (3, 4)
+            return is_image and input.shape[-3] == weight.shape[1] * layer.groups
+        return weight.dim() == 2 and input.dim() >= 1 and input.shape[-1] == weight.shape[1]
 
+    @classmethod
+    def has_known_geometry(cls, layer: nn.Conv2d) -> bool:
+        """Returns whether our layer reads it as torch's does; users may set anything later."""
+        is_word = layer.padding == "valid" or (layer.padding == "same" and layer.stride == (1, 1))
+        given = layer.stride, layer.dilation, 0 if is_word else layer.padding
+        pairs = [g if type(g) is tuple else (g, g) for g in given]
+        return all(len(pair) == 2 and all(type(n) is int for n in pair) for pair in pairs)
 
-def dropped_share(function: object, args: tuple, kwargs: dict) -> float | None:
-    """What share of its input it drops now; None if it is neither dropout nor identity."""
-    cls = type(function) if isinstance(function, nn.Module) else nn.Module
-    if function is F.dropout:
-        p, training, inplace = _dropout_arguments(*args, **kwargs)
-    elif cls not in PASSED or is_watched(function) or not is_untouched(cls, PASSED[cls]):
-        return None
-    elif cls is nn.Identity:
-        return 0
-    else:
-        p, training, inplace = function.p, function.training, function.inplace
-    # in place torch draws other numbers, and the backward needs what the operator returned
-    if type(p) not in (int, float) or not 0 <= p <= 1 or (inplace and p and training):
-        return None
-    return p if training else 0
+    @classmethod
+    def agree(cls, input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        """Returns whether they are on one device, and of one dtype unless autocast casts."""
+        others = (input,) if bias is None else (input, bias)
+        is_one = all(t.dtype == weight.dtype for t in others)
+        kind = weight.device.type  # of which autocast may know nothing
+        is_one = is_one or (kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind))
+        return is_one and all(t.device == weight.device for t in others)
 
+    @classmethod
+    def parameters(cls, layer: nn.Module) -> tuple[Tensor, Tensor | None] | None:
+        """Weight and bias of a layer that does nothing but apply them; None of any other."""
+        held, kind = layer._parameters, kind_of_class(type(layer))
+        if kind != "layer" or cls.is_watched(layer) or F.linear is not LINEAR:
+            return None
+        if "weight" not in held or "bias" not in held:  # somebody made a buffer of it
+            return None
+        weight, bias = held["weight"], held["bias"]
+        tensors = (weight,) if bias is None else (weight, bias)
+        if cls.is_spread(layer):
+            is_known = not any(t is None or type(t) in PLAIN or is_foreign(t) for t in tensors)
+        else:
+            is_known = all(type(t) in PLAIN for t in tensors)
+        modes = (
+            [] if is_dynamo_compiling() else function_modes()
+        )  # others' want to see torch's calls
+        if not is_known or not all(type(mode).__module__.startswith("torch.") for mode in modes):
+            return None
+        # another library's layer has its weight transposed; the operators take any strides
+        is_torchs_own = type(layer) is nn.Linear or type(layer) is nn.Conv2d
+        return (weight if is_torchs_own else weight.t()), bias
 
-def _dropout_arguments(p=0.5, training=True, inplace=False):
-    return p, training, inplace
+    @classmethod
+    def activation_kind(cls, function: object, options: dict | None = None) -> str | None:
+        """The operators' name of a module or function with these keyword arguments beside the
+        tensor, or None where it is no activation of ours exactly."""
+        if isinstance(function, nn.Module):
+            return None if options else cls._kind_of_module(function)
+        for known, kind, option in FUNCTIONS:
+            if function is known:
+                if options and options.keys() != {option}:
+                    return None
+                return name_of_gelu((options or {}).get(option, "none")) if kind == "gelu" else kind
+        if options:
+            return None
+        if type(function) is functools.partial:
+            known = any(function.func is f for f, _, option in FUNCTIONS if option)
+            is_bare = known and not function.args
+            return cls.activation_kind(function.func, function.keywords) if is_bare else None
+        return cls.activation_kind(*called_by(function)) if type(function) is FunctionType else None
+
+    @classmethod
+    def _kind_of_module(cls, module: nn.Module) -> str | None:
+        if not is_dynamo_compiling():
+            learn(module)
+        kind = kind_of_class(type(module))
+        if kind in (None, "layer", "dropout", "identity"):
+            return None
+        held = module.__dict__.get("act")  # of transformers' classes, and may be exchanged
+        if held is not None and getattr(held, "__self__", None) is not module:
+            return kind if cls.activation_kind(held) == kind else None
+        if kind == "gelu":
+            return name_of_gelu(module.approximate) if F.gelu is GELU else None
+        is_changed = (kind == "relu" and F.relu is not RELU) or (
+            kind == "silu" and F.silu is not SILU
+        )
+        return None if is_changed else kind
+
+    @classmethod
+    def plain_kind(cls, function: object, options: dict | None = None) -> str | None:
+        """Returns activation_kind, or None if something watches the activation or autocast squares
+        in fp32.
+        """
+        if isinstance(function, nn.Module) and cls.is_watched(function):
+            return None
+        kind = cls.activation_kind(function, options)
+        return None if kind == "relu2" and torch.is_autocast_enabled("cuda") else kind
+
+    @classmethod
+    def is_square(cls, function: object, more: tuple = ()) -> bool:
+        """Returns whether a function with these further arguments returns the tensor's square."""
+        known = (given for square, given in SQUARES.items() if function is square)
+        return more == next(known, None) and all(type(value) is int for value in more)
+
+    @classmethod
+    def dropped_share(cls, function: object, args: tuple, kwargs: dict) -> float | None:
+        """Returns the share of its input that it drops now, or None for other functions."""
+        if isinstance(function, nn.Module):
+            kind = kind_of_class(type(function))
+            if kind not in ("dropout", "identity") or cls.is_watched(function):
+                return None
+            if kind == "identity":
+                return 0
+            p, training, inplace = function.p, function.training, function.inplace
+        elif function is F.dropout:
+            p, training, inplace = cls._dropout_arguments(*args, **kwargs)
+        else:
+            return None
+        # in place torch draws other numbers, and the backward needs what the operator returned
+        if type(p) not in (int, float) or not 0 <= p <= 1 or (inplace and p and training):
+            return None
+        return p if training else 0
+
+    @classmethod
+    def _dropout_arguments(cls, p=0.5, training=True, inplace=False):
+        return p, training, inplace
 
 
 # --- before anything runs -----------------------------------------------------------------------
 
 
 def is_linear(value: object) -> bool:
-    """Whether it stands where a linear layer may stand, fit to be fused or not."""
+    """Returns whether it is in the place of a linear layer, fit to be fused or not."""
     if not isinstance(value, nn.Module):
         return False
     if isinstance(value, nn.Linear) or full_name(type(value)) == CONV1D:
@@ -256,7 +285,7 @@ def is_linear(value: object) -> bool:
 
 
 def is_layer(value: object) -> bool:
-    """Whether it is of a kind that may be one call with the activation after it."""
+    """Returns whether its kind may be one call with the activation after it."""
     return is_linear(value) or isinstance(value, nn.Conv2d)
 
 
@@ -266,25 +295,25 @@ def is_activation(value: object) -> bool:
         return is_known and not isinstance(value, nn.MultiheadAttention)
     if any(value is function for function in families.ACTIVATION_FUNCTIONS):
         return True
-    return callable(value) and activation_kind(value) is not None
+    return callable(value) and Rules.activation_kind(value) is not None
 
 
 def is_passed(value: object) -> bool:
-    """Whether it is a dropout or nothing at all, which may stand between or after."""
-    return value is F.dropout or (type(value) in PASSED and not objection(value))
+    """Returns whether it is a dropout or does nothing, so that it may stand between or after."""
+    return value is F.dropout or (type(value) in PASSED and not Rules.objection(value))
 
 
 def layer_objection(layer: nn.Module, is_sharded: bool = False) -> str | None:
     """Why this linear layer, or convolution, must be called as it is, or None."""
     kind = type(layer)
-    if reason := objection(layer):
+    if reason := Rules.objection(layer):
         return reason
     learn(layer)
     if kind not in LAYERS:
         expected = "nn.Conv2d" if isinstance(layer, nn.Conv2d) else "nn.Linear"
         return f"{kind.__name__} is not exactly {expected}"
     weight = layer._parameters.get("weight")
-    is_distributed = (is_sharded or is_spread(layer)) and type(weight).__name__ == "DTensor"
+    is_distributed = (is_sharded or Rules.is_spread(layer)) and type(weight).__name__ == "DTensor"
     if type(weight) is not nn.Parameter and not is_distributed:
         return f"its weight is a {type(weight).__name__}, not a plain nn.Parameter"
     if weight.dtype not in DTYPES:
@@ -294,13 +323,13 @@ def layer_objection(layer: nn.Module, is_sharded: bool = False) -> str | None:
 
 def activation_objection(value: object, options: dict | None = None) -> str | None:
     """Why this activation must be called as it is, or None."""
-    if activation_kind(value, options) is None:
+    if Rules.activation_kind(value, options) is None:
         cls = type(value)
         name = getattr(cls if isinstance(value, nn.Module) else value, "__name__", repr(value))
         if isinstance(value, KNOWN) and cls not in KNOWN:
             return f"{name} is a subclass and may compute something else"
         expected = "only ReLU, squared ReLU, GELU (erf, tanh) and SiLU can be fused"
         return f"{name}: {families.REFUSALS.get(name, expected)}"
-    if isinstance(value, nn.Module) and (reason := objection(value)):
+    if isinstance(value, nn.Module) and (reason := Rules.objection(value)):
         return f"the activation {reason}"
     return None

@@ -290,7 +290,7 @@ class Plan:
     def _is_refused(
         self, layers: Iterable[nn.Module], element: Element, *, quiet: bool = False
     ) -> bool:
-        """Whether one of the layers must be called as it is."""
+        """Returns whether one of the layers must be called as it is."""
         is_any = False
         for layer in layers:
             reason = plain.layer_objection(layer, self.is_sharded)
@@ -373,10 +373,16 @@ class Plan:
         """Says why modules that look like a block, with activations of ours, are none."""
         owners = {place.steps[0].owner for place in self.places}
         for module, path in self.paths.items():
+            if module in self.model.apart:
+                held = module._modules.values()
+                if any(map(plain.is_layer, held)) and any(map(plain.is_activation, held)):
+                    self.skipped[path] = self.model.apart[module], ""
             if is_sequential(module) or isinstance(module, FUSED):
                 continue  # no linear layer before that activation; fused already
             held = module._modules.items()
-            names = [n for n, m in held if plain.activation_kind(m) and id(m) not in self._seen]
+            names = [
+                n for n, m in held if plain.Rules.activation_kind(m) and id(m) not in self._seen
+            ]
             if module in self.model.unread:
                 self.skipped[path] = self.model.unread[module]
             elif names and module not in owners and has_layer_for(module, names):
@@ -398,9 +404,9 @@ class Plan:
         rewrite(self.chosen, any(place.steps[0].text is None for place in self.places))
         for place in self.places:
             for layer in (layer for row in place.rows for layer in row):
-                vars(layer).setdefault(MARK, {*MARKS["default"]})
+                vars(layer).setdefault(MARK, {**MARKS["default"]})
             for layer in place.low_memory() if memory == "low" else ():
-                vars(layer)[MARK] = {*MARKS[memory]}
+                vars(layer)[MARK] = {**MARKS[memory]}
         forget_compiled()
         return report
 
@@ -424,18 +430,19 @@ class Plan:
 
 
 def drops(elements: Chain) -> bool:
-    """Whether there is a dropout among them that can act, in training."""
+    """Returns whether a dropout among them can act in training."""
     found = [value for element in elements for value in element.of(plain.is_passed)]
     return any(getattr(value, "p", 0) != 0 or not isinstance(value, nn.Module) for value in found)
 
 
 def has_layer_for(module: nn.Module, activations: list[str]) -> bool:
-    """Whether a child of `module` may be meant to apply one of its activations, which beside a
-    batch normalisation a convolution seldom is."""
+    """Returns whether a child of `module` may be meant to apply one of its activations. Beside a
+    batch normalisation a convolution seldom is.
+    """
     children = module._modules
     if any(map(plain.is_linear, children.values())):
         return True
-    kinds = [plain.activation_kind(children[name]) for name in activations]
+    kinds = [plain.Rules.activation_kind(children[name]) for name in activations]
     norms = (isinstance(m, BATCH_NORM) for m in children.values())
     convolutions = (isinstance(m, nn.Conv2d) for m in children.values())
     return "relu" in kinds and not any(norms) and any(convolutions)

@@ -1,4 +1,4 @@
-"""What fuse_ did to a model, and what it left alone."""
+"""The report of fuse_: what it fused in a model, and what it left alone."""
 
 import os
 import re
@@ -10,14 +10,14 @@ from ..report import table
 
 @dataclass(frozen=True)
 class Block:
-    """Linear layers one after the other, now fused.
+    """Linear layers, one after the other, that are now fused.
 
     Attributes:
-        path: of the module that holds the first of them; ``""`` is the model itself.
+        path: path of the module that holds the first of them; ``""`` is the model itself.
         kind: that module's class.
         layers: paths of the linear layers, in order.
-        before: the operators that ran in the forward.
-        after: those that run now.
+        before: the operators that ran in the forward before.
+        after: the operators that run now.
         place: file and line of the expression with the first of them; empty for nn.Sequential.
     """
 
@@ -35,8 +35,8 @@ class Skipped:
 
     Attributes:
         path: its path.
-        reason: why.
-        place: file and line of its expression; empty where there is none.
+        reason: why it was left alone.
+        place: file and line of its expression; empty if there is none.
     """
 
     path: str
@@ -46,11 +46,11 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`torch_fused_linear.fuse_` did.
+    """The report of :func:`torch_fused_linear.fuse_`. Printed, it is a table.
 
     Attributes:
         fused: the blocks that were fused.
-        skipped: what might have been fused and was not, with the reason.
+        skipped: the layers that might have been fused and were not, with the reason.
     """
 
     fused: tuple[Block, ...]
@@ -94,5 +94,5 @@ class Report:
 
 
 def numberless(path: str) -> str:
-    """The path with a star for the number of a layer: such layers are alike."""
+    """Returns the path with a star for the number of a layer, because such layers are alike."""
     return re.sub(r"(?<=[._])\d+(?=\.)", "*", path)

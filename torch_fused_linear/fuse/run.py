@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from .. import functional
 from .._torch_internals import parallel_plan
 from ..activations import ACTIVATIONS
-from ..functional import gated_mlp, linear, linear_glu, mlp
+from ..functional import gated_mlp, linear, linear_glu
 from ..nn.conv import FusedConv2dReLU
 from ..subclasses import PLAIN
-from . import plain
-from .plain import METHODS, applied, dropped_share, memory_of, plain_kind
+from .plain import METHODS, Rules, applied
 
 Function = Callable[..., Any]
 Held = tuple[Tensor, Tensor | None]
@@ -45,30 +44,30 @@ class Call(NamedTuple):
 def run(x: Tensor, /, *functions: Function) -> Tensor | None:
     """Returns what the functions give one after the other, or None if one is not plain: then
     nothing has run."""
-    calls, end = calls_from(functions, 0, x)
-    return _carry_out(calls, x) if calls and end == len(functions) else None
+    calls, end = Decision.calls_from(functions, 0, x)
+    return Decision._carry_out(calls, x) if calls and end == len(functions) else None
 
 
 def nested(*given: Any) -> Any:
     """Returns ``f3(f2(f1(x)))`` of ``f3, f2, f1, x``, in the order in which that is evaluated."""
     *functions, x = given
-    return _through(functions[::-1], x)
+    return Decision._through(functions[::-1], x)
 
 
 def leads(module: nn.Module) -> bool:
-    """Whether an nn.Sequential holds marked layers, and iterates over its modules."""
+    """Returns whether an nn.Sequential holds marked layers and iterates over its modules."""
     if type(module).__iter__ is not nn.Sequential.__iter__:
         return False
-    return any(memory_of(child) is not None for child in module._modules.values())
+    return any(Decision.memory_of(child) is not None for child in module._modules.values())
 
 
 def sequence(module: nn.Module, x: Any, i: int = 0) -> Any:
     """Returns what the loop of nn.Sequential returns, from a module of it on."""
     functions = [*module._modules.values()]
     while i < len(functions):
-        calls, end = calls_from(functions, i, x)
+        calls, end = Decision.calls_from(functions, i, x)
         if calls:
-            x, i = _carry_out(calls, x), end
+            x, i = Decision._carry_out(calls, x), end
             continue
         x, i, before = functions[i](x), i + 1, len(functions)
         functions = [*module._modules.values()]  # it may have changed them
@@ -82,10 +81,14 @@ def gated(
 ) -> Tensor | None:
     """Returns ``act(gate(x)) * up(x)`` and what the functions after it make of it, or None if one
     is not plain: then nothing has run."""
-    one, other, kind = _matrix_of(gate, x), _matrix_of(up, x), plain_kind(act)
+    one, other, kind = (
+        Decision._matrix_of(gate, x),
+        Decision._matrix_of(up, x),
+        Decision.plain_kind(act),
+    )
     if one is None or other is None or kind is None or one[0].shape != other[0].shape:
         return None
-    return _gated((x, one[0], other[0], one[1], other[1]), kind, gate, after)
+    return Decision._gated((x, one[0], other[0], one[1], other[1]), kind, gate, after)
 
 
 def halves(
@@ -93,244 +96,249 @@ def halves(
 ) -> Tensor | None:
     """Returns the same for the two halves of a layer's result, of which the one of that number is
     activated. ``chunk`` makes the two."""
-    held, kind = _matrix_of(layer, x), plain_kind(act)
-    if held is None or kind is None or held[0].shape[0] % 2 or not _is_in_two(x, chunk):
+    held, kind = Decision._matrix_of(layer, x), Decision.plain_kind(act)
+    if held is None or kind is None or held[0].shape[0] % 2 or not Decision._is_in_two(x, chunk):
         return None
-    if _is_in_place(act):  # which torch forbids for a half where there are gradients
+    if Decision._is_in_place(act):  # which torch forbids for a half where there are gradients
         return None
     weight, bias = held
     if number == 0:
-        return _gated((x, weight, None, bias, None), kind, layer, after)
+        return Decision._gated((x, weight, None, bias, None), kind, layer, after)
     up, gate = weight.chunk(2)
     up_bias, gate_bias = (None, None) if bias is None else bias.chunk(2)
-    return _gated((x, gate, up, gate_bias, up_bias), kind, layer, after)
+    return Decision._gated((x, gate, up, gate_bias, up_bias), kind, layer, after)
 
 
 def method_chunk(h, /, *args, **named):
     return h.chunk(*args, **named)
 
 
-# --- one call after another ---------------------------------------------------------------------
+class Decision(Rules):
+    """The decision about a run, in methods: Dynamo tests before each call of compiled code that a
+    module still has the functions which were traced, and tests no methods."""
 
+    @classmethod
+    def calls_from(
+        cls, functions: Sequence[Function], start: int, x: Any
+    ) -> tuple[list[Call], int]:
+        """The calls of marked layers from this place on, and the place behind them."""
+        calls: list[Call] = []
+        i, features = start, None
+        while i < len(functions):
+            layer = functions[i]
+            held = cls._held(layer, x) if not calls else cls._held_after(layer, features)
+            if held is not None:
+                found, i = cls._with_activation(functions, i, held)
+                calls += found
+                features = held
+                continue
+            share = cls._share_of(layer) if calls else None
+            if share is None:
+                break
+            calls += [Call([], [], None, layer)] if share else []
+            i += 1
+        return cls._joined(calls), i
 
-def calls_from(functions: Sequence[Function], start: int, x: Any) -> tuple[list[Call], int]:
-    """The calls of marked layers from this place on, and the place behind them."""
-    calls: list[Call] = []
-    i, features = start, None
-    while i < len(functions):
-        layer = functions[i]
-        held = _held(layer, x) if not calls else _held_after(layer, features)
-        if held is not None:
-            found, i = _with_activation(functions, i, held)
-            calls += found
-            features = held
-            continue
-        share = _share_of(layer) if calls else None
-        if share is None:
-            break
-        calls += [Call([], [], None, layer)] if share else []
-        i += 1
-    return _joined(calls), i
-
-
-def _with_activation(functions: Sequence[Function], i: int, held: Held) -> tuple[list[Call], int]:
-    """A layer with its activation, if it has one, and the place behind it."""
-    layer, end, drops = functions[i], i + 1, []
-    is_convolution = type(layer) is nn.Conv2d
-    while end < len(functions) and (share := _share_of(functions[end])) is not None:
-        drops += [Call([], [], None, functions[end])] if share else []
+    @classmethod
+    def _with_activation(
+        cls, functions: Sequence[Function], i: int, held: Held
+    ) -> tuple[list[Call], int]:
+        """A layer with its activation, if it has one, and the place behind it."""
+        layer, end, drops = functions[i], i + 1, []
+        is_convolution = type(layer) is nn.Conv2d
+        while end < len(functions) and (share := cls._share_of(functions[end])) is not None:
+            drops += [Call([], [], None, functions[end])] if share else []
+            end += 1
+        kind = cls._kind_of(functions[end]) if end < len(functions) else None
+        # A dropout and ReLU may change places, as a dropout keeps the sign.
+        is_taken = kind == "relu" or (kind is not None and not drops and not is_convolution)
+        if not is_taken or not cls._takes_activation(layer, held):
+            function = layer if is_convolution else None
+            return [Call([layer], [held], None, function)], i + 1
         end += 1
-    kind = _kind_of(functions[end]) if end < len(functions) else None
-    # A dropout and ReLU may change places, as a dropout keeps the sign.
-    is_taken = kind == "relu" or (kind is not None and not drops and not is_convolution)
-    if not is_taken or not _takes_activation(layer, held):
-        function = layer if is_convolution else None
-        return [Call([layer], [held], None, function)], i + 1
-    end += 1
-    may_square = kind == "relu" and end < len(functions) and not drops and not is_convolution
-    if may_square and _is_square(functions[end]):
-        kind, end = "relu2", end + 1
-    return [Call([layer], [held], kind), *drops], end
+        may_square = kind == "relu" and end < len(functions) and not drops and not is_convolution
+        if may_square and cls._is_square(functions[end]):
+            kind, end = "relu2", end + 1
+        return [Call([layer], [held], kind), *drops], end
 
+    @classmethod
+    def _joined(cls, calls: list[Call]) -> list[Call]:
+        """Joins a layer with those before it that have one activation."""
+        found: list[Call] = []
+        for call in calls:
+            if call.function is None and call.kind is None and cls._may_join(call):
+                above, kind = [call], found[-1].kind if found else None
+                while found and found[-1].kind == kind is not None and cls._may_join(found[-1]):
+                    above.insert(0, found.pop())
+                layers = [layer for one in above for layer in one.layers]
+                held = [each for one in above for each in one.held]
+                call = Call(layers, held, kind if len(layers) > 1 else None)
+            found.append(call)
+        return found
 
-def _joined(calls: list[Call]) -> list[Call]:
-    """The same calls, where a layer and those before it of one activation are one."""
-    found: list[Call] = []
-    for call in calls:
-        if call.function is None and call.kind is None and _may_join(call):
-            above, kind = [call], found[-1].kind if found else None
-            while found and found[-1].kind == kind is not None and _may_join(found[-1]):
-                above.insert(0, found.pop())
-            layers = [layer for one in above for layer in one.layers]
-            held = [each for one in above for each in one.held]
-            call = Call(layers, held, kind if len(layers) > 1 else None)
-        found.append(call)
-    return found
+    @classmethod
+    def _may_join(cls, call: Call) -> bool:
+        is_linear = len(call.layers) == 1 and type(call.layers[0]) is not nn.Conv2d
+        # jit.trace cannot record a list of optional tensors
+        return is_linear and type(call.held[0][0]) in PLAIN and not torch.jit.is_tracing()
 
+    @classmethod
+    def _through(cls, functions: Sequence[Function], x: Any) -> Any:
+        i = 0
+        while i < len(functions):
+            calls, end = cls.calls_from(functions, i, x)
+            x, i = (cls._carry_out(calls, x), end) if calls else (functions[i](x), i + 1)
+        return x
 
-def _may_join(call: Call) -> bool:
-    is_linear = len(call.layers) == 1 and type(call.layers[0]) is not nn.Conv2d
-    # jit.trace cannot record a list of optional tensors
-    return is_linear and type(call.held[0][0]) in PLAIN and not torch.jit.is_tracing()
+    @classmethod
+    def _carry_out(cls, calls: list[Call], x: Any) -> Any:
+        for layers, held, kind, function in calls:
+            if function is not None:
+                x = function(x)
+            elif len(layers) > 1:
+                weights, biases = [weight for weight, _ in held], [bias for _, bias in held]
+                is_low = any(cls.memory_of(layer) == "low" for layer in layers)
+                memory = "low" if is_low else "default"
+                x = torch.ops.fused.mlp(x, weights, biases, kind, memory=memory)
+            else:
+                x = cls._one(layers[0], held[0], kind, x)
+        return x
 
+    @classmethod
+    def _one(cls, layer: nn.Module, held: Held, kind: str | None, x: Tensor) -> Tensor:
+        """One layer, with its activation."""
+        if type(layer) is nn.Conv2d:
+            return FusedConv2dReLU.forward(layer, x)
+        if kind is None:
+            return cls._between_hooks(linear, layer, held, x)
+        activation, memory = ACTIVATIONS[kind], cls.memory_of(layer) or "default"
+        operator = partial(getattr(functional, activation.operator), **activation.options)
+        return cls._between_hooks(partial(operator, memory=memory), layer, held, x)
 
-def _through(functions: Sequence[Function], x: Any) -> Any:
-    i = 0
-    while i < len(functions):
-        calls, end = calls_from(functions, i, x)
-        x, i = (_carry_out(calls, x), end) if calls else (functions[i](x), i + 1)
-    return x
+    @classmethod
+    def _between_hooks(cls, operator: Function, layer: nn.Module, held: Held, x: Tensor) -> Tensor:
+        """A layer under a plan of tensor parallelism runs between its hooks, which distribute the
+        input and give the output its layout."""
+        weight, bias = held
+        if type(weight) in PLAIN:
+            return operator(x, weight, bias)
+        (before,), (after,) = layer._forward_pre_hooks.values(), layer._forward_hooks.values()
+        prepared = before(layer, (x,))
+        return after(layer, (prepared,), operator(prepared, weight, bias))
 
+    # --- what is plain ----------------------------------------------------------------------------
 
-def _carry_out(calls: list[Call], x: Any) -> Any:
-    for layers, held, kind, function in calls:
-        if function is not None:
-            x = function(x)
-        elif len(layers) > 1:
-            weights, biases = [weight for weight, _ in held], [bias for _, bias in held]
-            is_low = any(memory_of(layer) == "low" for layer in layers)
-            x = mlp(x, weights, biases, kind, memory="low" if is_low else "default")
-        else:
-            x = _one(layers[0], held[0], kind, x)
-    return x
+    @classmethod
+    def _held(cls, layer: Function, x: Any) -> Held | None:
+        """Returns weight and bias of a marked plain layer that fits its input, or None."""
+        held = None if cls.memory_of(layer) is None else cls.parameters(layer)
+        return held if held is not None and cls.fits(layer, x, *held) else None
 
-
-def _one(layer: nn.Module, held: Held, kind: str | None, x: Tensor) -> Tensor:
-    """One layer, with its activation."""
-    if type(layer) is nn.Conv2d:
-        return FusedConv2dReLU.forward(layer, x)
-    if kind is None:
-        return _between_hooks(linear, layer, held, x)
-    activation, memory = ACTIVATIONS[kind], memory_of(layer) or "default"
-    operator = partial(getattr(functional, activation.operator), **activation.options)
-    return _between_hooks(partial(operator, memory=memory), layer, held, x)
-
-
-def _between_hooks(operator: Function, layer: nn.Module, held: Held, x: Tensor) -> Tensor:
-    """A layer under a plan of tensor parallelism runs between its hooks, which distribute the input
-    and give the output its layout."""
-    weight, bias = held
-    if type(weight) in PLAIN:
-        return operator(x, weight, bias)
-    (before,), (after,) = layer._forward_pre_hooks.values(), layer._forward_hooks.values()
-    prepared = before(layer, (x,))
-    return after(layer, (prepared,), operator(prepared, weight, bias))
-
-
-# --- what is plain ------------------------------------------------------------------------------
-
-
-def _held(layer: Function, x: Any) -> Held | None:
-    """Weight and bias of a marked plain layer that fits its input."""
-    held = None if memory_of(layer) is None else plain.parameters(layer)
-    return held if held is not None and plain.fits(layer, x, *held) else None
-
-
-def _held_after(layer: Function, before: Held) -> Held | None:
-    """The same, of what a layer with these parameters gives."""
-    held = None if memory_of(layer) is None else plain.parameters(layer)
-    if held is None:
-        return None
-    (weight, _), like = held, before[0]
-    if type(weight) not in PLAIN or type(like) not in PLAIN:
-        return held if type(weight) is type(like) else None
-    groups = layer.groups if type(layer) is nn.Conv2d else 1
-    fits = weight.dim() == like.dim() and weight.shape[1] * groups == like.shape[0]
-    return held if fits and plain.agree(like, *held) else None
-
-
-def _matrix_of(layer: Function, x: Any) -> Held | None:
-    held = None if type(layer) is nn.Conv2d else _held(layer, x)
-    return held if held is not None and held[0].dim() == 2 and type(held[0]) in PLAIN else None
-
-
-def _takes_activation(layer: nn.Module, held: Held) -> bool:
-    if type(layer) is nn.Conv2d:
-        return plain.has_known_geometry(layer)
-    if type(held[0]) in PLAIN:
-        return True
-    style, layouts = parallel_plan(layer)
-    # a sum that is not whole yet has no activation
-    return style == "ColwiseParallel" and not any(layout.is_partial() for layout in layouts)
-
-
-def _taken_apart(function: Function) -> tuple[Function, tuple, dict]:
-    """The function of a ``partial`` that rewritten code has made, and what it is given beside the
-    tensor."""
-    if type(function) is not partial:
-        return function, (), {}
-    if function.func is applied:
-        return function.args
-    return (function, (), {}) if function.args else (function.func, (), function.keywords)
-
-
-def _kind_of(function: Function) -> str | None:
-    called, more, named = _taken_apart(function)
-    if len(more) > 1 or (more and named):
-        return None
-    return plain_kind(called, {"inplace": more[0]} if more else named)
-
-
-def _share_of(function: Function) -> float | None:
-    called, more, named = _taken_apart(function)
-    return dropped_share(called, more, named)
-
-
-def _is_square(function: Function) -> bool:
-    called, more, named = _taken_apart(function)
-    is_wide = torch.is_autocast_enabled("cuda")  # in which torch squares in fp32
-    return not named and not is_wide and plain.is_square(called, more)
-
-
-def _is_in_two(x: Any, chunk: Function) -> bool:
-    """Whether it makes two halves of the last dimension."""
-    called, more, named = _taken_apart(chunk)
-    is_known = called is method_chunk or called is torch.chunk
-    return is_known and _are_two_of(x, *more, **named)
-
-
-def _are_two_of(x: Any, chunks: Any = None, dim: Any = 0, **others: Any) -> bool:
-    is_last = dim == -1 or (type(x) in PLAIN and dim == x.dim() - 1)
-    return not others and chunks == 2 and is_last
-
-
-def _is_in_place(function: Function) -> bool:
-    given = function.keywords if type(function) is partial else {}
-    is_set = given.get("inplace") or getattr(function, "inplace", False)
-    return bool(is_set) or function is torch.relu_ or function is METHODS["relu_"]
-
-
-# --- gated layers -------------------------------------------------------------------------------
-
-
-def _gated(tensors: tuple, kind: str, gate: nn.Module, after: Sequence) -> Tensor | None:
-    """The gated layer, as one operator with the layer after it where no dropout acts between."""
-    x, weight, up, gate_bias, up_bias = tensors
-    drops, down = [], None
-    for function in after:
-        share = _share_of(function)
-        if down is not None or (share is None and function is not after[-1]):
+    @classmethod
+    def _held_after(cls, layer: Function, before: Held) -> Held | None:
+        """Returns weight and bias of one that fits the output of a layer with these, or None."""
+        held = None if cls.memory_of(layer) is None else cls.parameters(layer)
+        if held is None:
             return None
-        if share is None:
-            features = weight.shape[0] // (2 if up is None else 1)
-            down = _down(function, weight, features)
-            if down is None:
+        (weight, _), like = held, before[0]
+        if type(weight) not in PLAIN or type(like) not in PLAIN:
+            return held if type(weight) is type(like) else None
+        groups = layer.groups if type(layer) is nn.Conv2d else 1
+        fits = weight.dim() == like.dim() and weight.shape[1] * groups == like.shape[0]
+        return held if fits and cls.agree(like, *held) else None
+
+    @classmethod
+    def _matrix_of(cls, layer: Function, x: Any) -> Held | None:
+        held = None if type(layer) is nn.Conv2d else cls._held(layer, x)
+        return held if held is not None and held[0].dim() == 2 and type(held[0]) in PLAIN else None
+
+    @classmethod
+    def _takes_activation(cls, layer: nn.Module, held: Held) -> bool:
+        if type(layer) is nn.Conv2d:
+            return cls.has_known_geometry(layer)
+        if type(held[0]) in PLAIN:
+            return True
+        style, layouts = parallel_plan(layer)
+        # a sum that is not whole yet has no activation
+        return style == "ColwiseParallel" and not any(layout.is_partial() for layout in layouts)
+
+    @classmethod
+    def _taken_apart(cls, function: Function) -> tuple[Function, tuple, dict]:
+        """The function of a ``partial`` that rewritten code has made, and what it is given
+        beside the tensor."""
+        if type(function) is not partial:
+            return function, (), {}
+        if function.func is applied:
+            return function.args
+        return (function, (), {}) if function.args else (function.func, (), function.keywords)
+
+    @classmethod
+    def _kind_of(cls, function: Function) -> str | None:
+        called, more, named = cls._taken_apart(function)
+        if len(more) > 1 or (more and named):
+            return None
+        return cls.plain_kind(called, {"inplace": more[0]} if more else named)
+
+    @classmethod
+    def _share_of(cls, function: Function) -> float | None:
+        called, more, named = cls._taken_apart(function)
+        return cls.dropped_share(called, more, named)
+
+    @classmethod
+    def _is_square(cls, function: Function) -> bool:
+        called, more, named = cls._taken_apart(function)
+        is_wide = torch.is_autocast_enabled("cuda")  # in which torch squares in fp32
+        return not named and not is_wide and cls.is_square(called, more)
+
+    @classmethod
+    def _is_in_two(cls, x: Any, chunk: Function) -> bool:
+        """Returns whether it makes two halves of the last dimension."""
+        called, more, named = cls._taken_apart(chunk)
+        is_known = called is method_chunk or called is torch.chunk
+        return is_known and cls._are_two_of(x, *more, **named)
+
+    @classmethod
+    def _are_two_of(cls, x: Any, chunks: Any = None, dim: Any = 0, **others: Any) -> bool:
+        is_last = dim == -1 or (type(x) in PLAIN and dim == x.dim() - 1)
+        return not others and chunks == 2 and is_last
+
+    @classmethod
+    def _is_in_place(cls, function: Function) -> bool:
+        given = function.keywords if type(function) is partial else {}
+        is_set = given.get("inplace") or getattr(function, "inplace", False)
+        return bool(is_set) or function is torch.relu_ or function is METHODS["relu_"]
+
+    # --- gated layers -----------------------------------------------------------------------------
+
+    @classmethod
+    def _gated(cls, tensors: tuple, kind: str, gate: nn.Module, after: Sequence) -> Tensor | None:
+        """The gated layer, as one operator with the layer after it if no dropout acts between."""
+        x, weight, up, gate_bias, up_bias = tensors
+        drops, down = [], None
+        for function in after:
+            share = cls._share_of(function)
+            if down is not None or (share is None and function is not after[-1]):
                 return None
-        elif share:
-            drops.append(function)
-    options = {"activation": kind, "memory": memory_of(gate) or "default"}
-    if down is not None and not drops:
-        return gated_mlp(x, weight, up, down[0], gate_bias, up_bias, down[1], **options)
-    h = linear_glu(x, weight, up, gate_bias, up_bias, **options)
-    for drop in drops:
-        h = drop(h)
-    return h if down is None else linear(h, *down)
+            if share is None:
+                features = weight.shape[0] // (2 if up is None else 1)
+                down = cls._down(function, weight, features)
+                if down is None:
+                    return None
+            elif share:
+                drops.append(function)
+        options = {"activation": kind, "memory": cls.memory_of(gate) or "default"}
+        if down is not None and not drops:
+            return gated_mlp(x, weight, up, down[0], gate_bias, up_bias, down[1], **options)
+        h = linear_glu(x, weight, up, gate_bias, up_bias, **options)
+        for drop in drops:
+            h = drop(h)
+        return h if down is None else linear(h, *down)
 
-
-def _down(layer: Function, gate: Tensor, features: int) -> Held | None:
-    """Weight and bias of the layer after a gated one."""
-    is_marked = memory_of(layer) is not None and type(layer) is not nn.Conv2d
-    held = plain.parameters(layer) if is_marked else None
-    if held is None or type(held[0]) not in PLAIN or not plain.agree(gate, *held):
-        return None
-    return held if held[0].dim() == 2 and held[0].shape[1] == features else None
+    @classmethod
+    def _down(cls, layer: Function, gate: Tensor, features: int) -> Held | None:
+        """Weight and bias of the layer after a gated one."""
+        is_marked = cls.memory_of(layer) is not None and type(layer) is not nn.Conv2d
+        held = cls.parameters(layer) if is_marked else None
+        if held is None or type(held[0]) not in PLAIN or not cls.agree(gate, *held):
+            return None
+        return held if held[0].dim() == 2 and held[0].shape[1] == features else None

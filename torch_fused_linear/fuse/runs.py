@@ -46,12 +46,14 @@ class Step:
 
     @property
     def is_bare(self) -> bool:
-        """Whether the tensor is the only argument."""
+        """Returns whether the tensor is the only argument."""
         return self.callee is not None and len(self.node.args) + len(self.node.keywords) == 1
 
     @property
     def is_square(self) -> bool:
-        """Whether it is written like a square; ``torch.square`` may still be another function."""
+        """Returns whether it is written like a square; ``torch.square`` may still be another
+        function.
+        """
         if isinstance(self.node, ast.BinOp):
             return isinstance(self.node.op, ast.Pow)
         name = getattr(self.node, "func", None)
@@ -149,7 +151,7 @@ def assignment(statement: ast.AST) -> tuple[str | None, ast.expr | None]:
 
 
 def only_names(statement: ast.AST) -> bool:
-    """Whether the statement does nothing but give names to values that are there."""
+    """Returns whether the statement only gives names to existing values."""
     if not isinstance(statement, ast.Assign):
         return isinstance(statement, ast.Pass) or is_docstring(statement)
     targets = [part for t in statement.targets for part in getattr(t, "elts", [t])]
@@ -175,7 +177,7 @@ class Scope:
             self.names[part.id].append(part)
 
     def around(self, node: ast.AST) -> Iterator[ast.AST]:
-        """What `node` is in, the nearest first."""
+        """Yields the nodes that contain `node`, the nearest first."""
         while node in self.parents:
             node = self.parents[node]
             yield node
@@ -184,7 +186,7 @@ class Scope:
         return next(p for p in self.around(node) if isinstance(p, ast.stmt))
 
     def before(self, statement: ast.AST) -> list[ast.AST]:
-        """What stands before it in its block, the nearest first."""
+        """Lists the statements before this one in its block, the nearest first."""
         for block in vars(self.parents[statement]).values():
             if isinstance(block, list) and statement in block:
                 return block[: block.index(statement)][::-1]
@@ -196,8 +198,9 @@ class Scope:
         return next((s for s in before if mentions(s, read.id)), None)
 
     def may_wait(self, node: ast.expr, origins: Mapping[ast.Name, ast.AST]) -> bool:
-        """Whether the statements that give the names their values may run when `node`, which
-        reads them, does."""
+        """Returns whether the statements that assign these names may run as late as `node`, which
+        reads them.
+        """
         if not origins:
             return True
         part = self.statement_of(node)
@@ -212,8 +215,9 @@ class Scope:
         )
 
     def comes_first(self, node: ast.AST, part: ast.stmt) -> bool:
-        """Whether the statement `part` only looks values up before `node`, and evaluates `node`
-        once in any case."""
+        """Returns whether the statement `part` only looks values up before `node`, and always
+        evaluates `node` once.
+        """
         around = list(self.around(node))
         inside = around[: around.index(part)]
         args = [a for p in inside if isinstance(p, ast.Call) for a in p.args]
@@ -233,7 +237,7 @@ class Scope:
         return [n for n in parts if n not in own and position(n) < here]
 
     def takes_locals(self) -> bool:
-        """Whether the function, or a debugger in it, takes all local names."""
+        """Returns whether the function, or a debugger in it, reads all local names."""
         given = {n.func for n in self.numbers if isinstance(n, ast.Call) and n.args}
         bare = {*self.names["vars"], *self.names["dir"]} - given
         attributes = {n.attr for n in self.numbers if isinstance(n, ast.Attribute)}
@@ -241,7 +245,7 @@ class Scope:
         return is_taken or bool(bare or attributes & FRAMES)
 
     def is_read_by(self, name: str, start: ast.AST, reads: Container[ast.Name]) -> bool:
-        """Whether only these nodes see what the statement `start` assigns to `name`."""
+        """Returns whether only these nodes read the value that `start` assigns to `name`."""
         return not any(
             self._reaches(start, n)
             for n in self.names[name]
@@ -250,8 +254,10 @@ class Scope:
         )
 
     def _reaches(self, start: ast.AST, read: ast.Name) -> bool:
-        """Whether what the statement `start` assigns may be what `read` sees: not if a statement
-        that must run before `read` assigns the same name, unless `start` lies between them."""
+        """Returns whether `read` may see the value that the statement `start` assigns. It does not
+        if a statement that must run before `read` assigns the same name, unless `start` lies
+        between them.
+        """
         around = list(self.around(read))
         loops = [p for p in self.around(start) if isinstance(p, LOOPS)]
         is_before = position(read) < (start.end_lineno, start.end_col_offset)
@@ -383,8 +389,9 @@ def halved(node: ast.AST | None) -> ast.expr | None:
 
 
 def _origin(scope: Scope, node: ast.expr, reads: dict) -> tuple[ast.expr | None, int | None]:
-    """What a name stands for, and which of the two things that it unpacks; any other expression as
-    it is."""
+    """Returns the expression that a name stands for, and which of the two values that it unpacks;
+    any other expression unchanged.
+    """
     if not isinstance(node, ast.Name):
         return node, None
     start = scope.origin(node)
@@ -417,7 +424,7 @@ class Region(NamedTuple):
 
 
 def is_nested(steps: Run) -> bool:
-    """Whether each call is an argument of the next, so that all is looked up before the first."""
+    """Returns whether each call is an argument of the next: all is looked up before the first."""
     are_nested = all(after.data is step.node for step, after in itertools.pairwise(steps))
     if steps[0].forms:
         return False
@@ -461,7 +468,7 @@ def _statements(scope: Scope, first: Step, last: ast.stmt) -> tuple[ast.stmt, ..
 
 
 def _arguments(call: ast.Call) -> list[ast.expr]:
-    """What is evaluated for a call of ``chunk`` beside the tensor."""
+    """Lists the expressions that a call of ``chunk`` evaluates beside the tensor."""
     is_method = getattr(getattr(call.func, "value", None), "id", "") != "torch"
     given = call.args if is_method else [call.func, *call.args[1:]]
     return [*given, *(k.value for k in call.keywords)]

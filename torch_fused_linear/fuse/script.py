@@ -17,25 +17,31 @@ ACTS = {f"aten::{stem}{end}": stem for stem in _STEMS for end in ("", "_")}
 
 
 def fuse_script_(scripted: torch.jit.ScriptModule) -> Report:
-    r"""Makes one operator, in place, of linear layers or convolutions and the activation after
-    each in all methods of a scripted or traced module.
+    """Replaces linear layers or convolutions and their activations in a scripted or traced module
+    by fused operators, in place, in all its methods.
 
     ``linear → act`` becomes :func:`linear_relu`, :func:`linear_gelu` or :func:`linear_silu`,
-    ``conv2d → relu`` :func:`conv2d_relu`, and ``act(gate(x)) * up(x)`` :func:`linear_glu`, with the
-    layer after it :func:`gated_mlp`. What is used elsewhere too, lies in a ``with`` block such as
-    ``torch.autocast``, or would pass a write is left alone. Parameters stay the same tensors. The
-    module can be saved, and runs in C++ where the library is loaded (:func:`library_path`).
+    ``conv2d → relu`` becomes :func:`conv2d_relu`, and ``act(gate(x)) * up(x)`` becomes
+    :func:`linear_glu`, or with the layer after it :func:`gated_mlp`. Values that are used elsewhere
+    too, code in a ``with`` block such as ``torch.autocast``, and layers between which something is
+    written are left alone. Parameters stay the same tensors. The module can be saved, and runs in
+    C++ if the library is loaded (:func:`library_path`).
 
     Args:
-        scripted: a module that ``torch.jit.script`` or ``torch.jit.trace`` returned, or
-            ``torch.jit.load``. It may have run before, and share its class with others, which stay
-            as they are.
+        scripted: a module that ``torch.jit.script``, ``torch.jit.trace`` or ``torch.jit.load``
+            returned. It may have run before. Other modules of its class stay as they are.
 
     Returns:
         A report, as of :func:`fuse_`.
 
     Raises:
         TypeError: ``scripted`` is no scripted or traced module.
+
+    Examples::
+
+        >>> scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 16), nn.ReLU()))
+        >>> len(fuse_script_(scripted).fused)
+        1
     """
     held = getattr(scripted, "_actual_script_module", scripted)  # of a traced module
     if not isinstance(held, torch.jit.RecursiveScriptModule):
@@ -154,8 +160,9 @@ class _Method:
         return down if is_layer and down.output().unique() in self.here else None
 
     def _of_two(self, act: Node, up: Node) -> tuple | None:
-        """What runs before the activation, the layers and what the operator takes of them, where
-        gate and up are a layer each."""
+        """Returns the nodes before the activation, the layers and the operator's arguments if gate
+        and up are separate layers.
+        """
         gate = act.inputsAt(0).node()
         if gate.kind() != "aten::linear" or up.kind() != "aten::linear":
             return None
@@ -166,7 +173,9 @@ class _Method:
         return (up, gate), (gate, up), [x, gate_weight, up_weight, gate_bias, up_bias]
 
     def _of_one(self, act: Node, unpack: Node) -> tuple | None:
-        """The same where they are the first and the second half of one layer."""
+        """Returns the nodes before the activation, the layer and the operator's arguments if gate
+        and up are the halves of one layer.
+        """
         if unpack.kind() != "prim::ListUnpack" or act.inputsAt(0).node() != unpack:
             return None
         chunk = unpack.inputsAt(0).node()
@@ -219,7 +228,7 @@ class _Method:
         return ".".join(_attributes(layer.inputsAt(1))[:-1])
 
     def _shape(self, weight: Value) -> torch.Size | None:
-        """Of a parameter or buffer."""
+        """Returns the shape of a parameter or buffer."""
         held = self.scripted
         for name in _attributes(weight):
             held = getattr(held, name)
@@ -236,7 +245,7 @@ def _attributes(value: Value) -> list[str]:
 
 
 def _is_conv(layer: Node) -> bool:
-    """Whether its padding is in numbers, which the operator takes."""
+    """Returns whether the padding is given in numbers, which the operator takes."""
     return layer.kind() == "aten::conv2d" and str(layer.inputsAt(4).type()) == "List[int]"
 
 
@@ -247,6 +256,6 @@ def _kind(act: Node) -> Activation | None:
 
 
 def _operators(layer: Node) -> list[str]:
-    """What runs for a layer alone."""
+    """Lists the operators that run for a layer alone."""
     product = "Conv2d" if layer.kind() == "aten::conv2d" else "MatMul"
     return [product] + ["BiasAdd"] * (not layer.inputsAt(2).node().mustBeNone())

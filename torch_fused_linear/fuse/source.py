@@ -122,7 +122,9 @@ def place_of(code: CodeType) -> str:
 
 
 def called_by(function: FunctionType) -> tuple[object, dict]:
-    """What a function calls with its argument, if it does no more, and the options of that call."""
+    """Returns the one function that a function calls with its argument, and the options of that
+    call; None if it does more.
+    """
     code = code_of(function)
     if code not in _recipes and not is_dynamo_compiling():
         _recipes[code] = _recipe(function)

@@ -1,4 +1,6 @@
-"""``gain``: what fusing would bring a model. ``python -m torch_fused_linear.gain`` is the same."""
+"""``gain`` measures what fusing brings a model; ``python -m torch_fused_linear.gain`` does the
+same.
+"""
 
 import copy
 import math
@@ -28,7 +30,7 @@ BACKWARD = "autograd::engine::evaluate_function"
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss that an output names, or the mean of what is in it, which stands for one."""
+    """Returns the loss that an output names, or as a stand-in the mean of its tensors."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     return sum(t.float().mean() for t in floats_in(output)) if loss is None else loss
 
@@ -45,29 +47,36 @@ def gain(
 ) -> Gain:
     """Measures what :func:`fuse_` and :func:`compile_options` bring a model.
 
-    Copies are run, so that the model, its gradients and buffers, the inputs and torch's random
-    numbers stay as they are. All ways take turns, and a way is called faster only where the
-    quartiles of its rounds lie further from those of the other than they lie apart.
+    It runs copies, so the model, its gradients and buffers, the inputs and the random state stay as
+    they are. All ways take turns. A way is called faster only if the quartiles of its rounds are
+    further from those of the other way than they are from each other.
 
     Args:
-        model: on the device and in the dtype that are meant. Its parameters are copied once.
-        inputs, kwargs: what it is called with, by position and by keyword.
-        loss: the loss of its output, for the step. By default the ``loss`` that the output has, or
-            the mean of all floating-point tensors in it.
+        model: the model, on the device and in the dtype to measure. Its parameters are copied once.
+        inputs, kwargs: the arguments that it is called with, by position and by keyword.
+        loss: computes the loss of the output, for the step. Default: the ``loss`` that the output
+            has, or the mean of all floating-point tensors in it.
         step: also measure a training step: loss and all gradients, without an optimizer.
-        compile: also measure ``torch.compile``, and that with our pass; it takes up to minutes.
+        compile: also measure ``torch.compile``, without and with our pass. This may take minutes.
         seconds: how long to time each mode, or longer until there are nine rounds.
-        progress: say on standard error what is being done.
+        progress: report progress on standard error.
 
     Returns:
-        What was found. It can be printed, and drawn by ``save_picture(path)``; its ``verdict`` is
-        a sentence.
+        The measurements. They can be printed, and drawn by ``save_picture(path)``; ``verdict`` is a
+        sentence.
 
     Raises:
-        TypeError: ``model`` is not an ``nn.Module``, is scripted, traced or exported, or it or an
+        TypeError: ``model`` is not an ``nn.Module``, was scripted, traced or exported, or it or an
             input cannot be copied.
-        ValueError: its output has no floating-point tensor.
-        Exception: what the model itself raises when it is called so.
+        ValueError: ``seconds`` is not above zero, or the output has no floating-point tensor.
+        Exception: any exception of the model itself.
+
+    Examples::
+
+        >>> model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+        >>> found = gain(model, torch.randn(16, 8), seconds=0.1, progress=False)
+        >>> "inference" in found.modes
+        True
     """
     model = getattr(model, "_orig_mod", model)  # of a compiled model, what was compiled
     check_module("gain", model)
@@ -150,7 +159,7 @@ class Copies:
         return Contender(way, lambda: run(*self.args, **self.kwargs), torch.no_grad)
 
     def results(self, contender: Contender, seed: int = 0) -> list[Tensor]:
-        """What a call gives: outputs, or of a step the gradients."""
+        """Returns the outputs of a call, or the gradients of a step."""
         torch.manual_seed(seed)
         random.seed(seed)
         with contender.conditions():
@@ -162,8 +171,9 @@ class Copies:
         return found
 
     def compare(self, contenders: Sequence[Contender]) -> tuple[float, dict[str, float]]:
-        """How far eager's results are apart if weights move by their rounding, and how far the
-        others' are from eager's. From then on the parameters are other ones."""
+        """Returns how far eager's results differ if weights move by their rounding, and how far
+        the others' differ from eager's. It changes the parameters.
+        """
         eager, *others = contenders
         wanted = self.results(eager)
         reseeded = distance(self.results(eager, seed=1), wanted)

@@ -1,4 +1,4 @@
-"""What was found of a model, as text, as data for JSON, as bars, and in a sentence."""
+"""The result of ``gain``: as text, as data for JSON, as bars, and in a sentence."""
 
 from dataclasses import dataclass, field
 from os import PathLike
@@ -16,23 +16,24 @@ HEAD = ("", "ms", "quartiles", "MiB", "beside eager", "results differ by")
 
 
 def milliseconds(us: float) -> str:
-    """Four digits of them, and no more than three behind the point."""
+    """Formats microseconds as milliseconds, with four digits and at most three decimals."""
     whole = len(f"{us / 1e3:.0f}")
     return f"{us / 1e3:.{max(4 - whole, 0)}f}"
 
 
 @dataclass
 class Mode:
-    """What was measured in inference, or of a training step.
+    """The measurements of inference, or of a training step.
 
     Attributes:
-        share: the part of the time, from 0 to 1, that lies in what can be fused.
-        most: how many times as fast as eager if only matrix products took time there.
-        rounding: how far eager's results are apart when weights move by their rounding.
+        share: the part of the time, from 0 to 1, that is spent in layers that can be fused.
+        most: how many times as fast as eager the model would be if only matrix products took time
+            there.
+        rounding: how far eager's results differ when weights move by their rounding.
         times (dict): microseconds of a call, by way; each has a ``median`` and quartiles.
-        memory (dict): bytes that a call takes at most, by way; on a GPU.
-        apart (dict): how far results (of a step, gradients) are from eager's, as a part of them.
-        failed (dict): what became of the ways that could not be run.
+        memory (dict): the most bytes that a call takes, by way; on a GPU.
+        apart (dict): how far results (of a step, gradients) differ from eager's, relative to them.
+        failed (dict): the errors of the ways that could not be run.
     """
 
     share: float = 0.0
@@ -44,8 +45,7 @@ class Mode:
     failed: dict[str, str] = field(default_factory=dict)
 
     def ratio(self, name: str, reference: str) -> str:
-        """How many times as fast it is, where the quartiles of the two lie further apart than
-        those of either."""
+        """Returns how many times as fast it is, or that the difference is within the quartiles."""
         mine, other = self.times[name], self.times[reference]
         gap = max(other.q1 - mine.q3, mine.q1 - other.q3)
         if gap > max(mine.q3 - mine.q1, other.q3 - other.q1):
@@ -99,10 +99,10 @@ class Mode:
 
 @dataclass(frozen=True)
 class Gain:
-    """What fusing brings a model.
+    """The result of :func:`torch_fused_linear.gain`. Printed, it is a report.
 
     Attributes:
-        report: what :func:`torch_fused_linear.fuse_` fuses in it and leaves alone.
+        report: what :func:`torch_fused_linear.fuse_` fuses in the model and leaves alone.
         where: the device's name, and the dtype.
         modes (dict): ``"inference"`` and, if asked for, ``"step"``; empty if nothing can be fused.
     """
@@ -113,7 +113,7 @@ class Gain:
 
     @property
     def verdict(self) -> str:
-        """A sentence for each mode."""
+        """Returns a sentence for each mode."""
         each = "; ".join(f"{name}: {mode.verdict}" for name, mode in self.modes.items())
         return each or "leave it: nothing in it can be fused"
 

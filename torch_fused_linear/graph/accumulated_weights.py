@@ -2,6 +2,9 @@
 
 A graph has to give a gradient, and cannot know what will be there when its backward runs. So the
 operator that makes it looks, by the weight, and where it has added gives zeros without memory.
+
+This takes two passes at places of their own. Which gradient is a result of the graph is known once
+forward and backward are recorded; what the backward reads is known once the two are parted.
 """
 
 from collections.abc import Callable
@@ -12,7 +15,7 @@ from torch.fx import Graph, Node
 from .. import accumulation
 from .._torch_internals import OpOverload, runs_as_cuda_graphs
 from .criterion import is_static
-from .identity import CountingPass
+from .identity import GraphPass
 from .rewriting import arguments_of, replace, result_of
 
 _fused = torch.ops.fused
@@ -23,11 +26,19 @@ def are_wanted() -> bool:
     return accumulation.was_asked_for and not runs_as_cuda_graphs()
 
 
-def take_apart(graph: Graph) -> None:
-    """Makes the gradient of a parameter an operator of its own, where it is the graph's result."""
-    for node in list(graph.nodes):
-        if node.target in _FORMULAS and _gives_gradient_of_parameter(node):
-            replace(graph, node, _FORMULAS[node.target], arguments_of(node))
+class WeightsPass(GraphPass):
+    """Makes the gradient of a parameter an operator of its own, where it is the graph's result.
+
+    It belongs in Inductor's ``joint_custom_pre_pass``.
+    """
+
+    def __call__(self, graph: Graph) -> None:
+        for node in list(graph.nodes) if are_wanted() else ():
+            if node.target in _FORMULAS and _gives_gradient_of_parameter(node):
+                replace(graph, node, _FORMULAS[node.target], arguments_of(node))
+
+    def uuid(self) -> str:
+        return f"{super().uuid()} {are_wanted()} {accumulation.widened}"
 
 
 def _gives_gradient_of_parameter(node: Node) -> bool:
@@ -39,7 +50,7 @@ def _gives_gradient_of_parameter(node: Node) -> bool:
     return [user.op for user in users] == ["output"] and users[0].args[0].count(gradient) == 1
 
 
-class StoragesPass(CountingPass):
+class StoragesPass(GraphPass):
     """Tells those operators what else their graph reads, which must not be written meanwhile.
 
     It belongs in Inductor's ``post_grad_custom_pre_pass``; without it torch adds the gradients.

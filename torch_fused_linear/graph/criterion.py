@@ -1,8 +1,8 @@
-"""What pays in a compiled graph: an operator of ours, or its formula in ATen.
+"""Decides what pays in a compiled graph: an operator of ours, or its formula in ATen.
 
-An operator is opaque to the compiler, which fuses a formula with what stands around it. So an
-operator pays where it saves a pass over memory that nothing else makes anyway. Passes are counted
-in numbers that are read or written for each element of a layer's result.
+An operator is opaque to the compiler, which fuses a formula with its neighbours. So an operator
+pays if it saves a pass over memory that nothing else makes anyway. Passes are counted in numbers
+that are read or written for each element of a layer's result.
 """
 
 from functools import cache
@@ -12,7 +12,17 @@ from torch import Tensor
 from torch.fx import Node
 
 from .._library import build_info
+from ..policy import get_policy
+from .matching import dtype_of, value
 from .spellings import kind
+
+# What the compiler takes apart into kernels that begin and end element by element, beside what ATen
+# declares to be pointwise.
+_PASSES = {"dropout", "layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"}
+_PASSES |= {"softmax", "log_softmax"}
+_CASTS = {"to", "float", "double", "half", "bfloat16", "type_as"}
+# Functions of the module operator by ATen's names.
+_OPERATORS = {"iadd": "add", "isub": "sub", "imul": "mul", "truediv": "div", "itruediv": "div"}
 
 CONVOLUTION_PASS = 2  # bias and ReLU, in a kernel of the compiler's
 # What a convolution of ours has to save, as it costs the CPU more than the compiler's. On an H200
@@ -43,17 +53,84 @@ def is_static(*tensors: Tensor) -> bool:
     return all(isinstance(size, int) for tensor in tensors for size in tensor.shape)
 
 
-def is_pointwise(node: Node) -> bool:
-    """Whether the values come out of a kernel that the compiler can write more into."""
-    while kind(node) == "view":
-        node = node.args[0]
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+def has_choice(*tensors: Tensor) -> bool:
+    """Returns whether there is a decision to make between an operator and its formula."""
+    if not is_static(*tensors) or get_policy() == "batch_invariant":
+        return False  # a formula rounds at other places
+    return bandwidth_of(tensors[0].device) is not None
 
 
-def feeds_pointwise(node: Node) -> bool:
-    """Whether a kernel of the compiler's reads the values anyway."""
-    users = [(user, kind(user) == "view") for user in node.users]
-    return any(feeds_pointwise(user) if views else is_pointwise(user) for user, views in users)
+# --- activations --------------------------------------------------------------------------------
+
+
+def is_between_passes(result: Node) -> bool:
+    """Returns whether kernels of the compiler read the activation's result and make its gradient.
+    They can begin with the activation and end with its derivative.
+    """
+    return _reads(result) and _makes_gradient(result)
+
+
+def _reads(result: Node) -> bool:
+    return any(_reads(user) if _passes_on(user) else _is_pass(user) for user in result.users)
+
+
+def _makes_gradient(result: Node) -> bool:
+    """Several users' gradients are summed by the compiler, and a sum gives its own to each of what
+    it adds."""
+    while len(result.users) == 1:
+        (user,) = result.users
+        if not _passes_on(user) and _name(user) not in ("add", "sub"):
+            return _is_pass(user)
+        result = user
+    return len(result.users) > 1
+
+
+def _passes_on(node: Node) -> bool:
+    return kind(node) == "view" or (_name(node) in _CASTS and not _casts(node))
+
+
+def _casts(node: Node) -> bool:
+    return value(node) is None or dtype_of(node) != dtype_of(node.args[0])
+
+
+def _is_pass(node: Node) -> bool:
+    name = _name(node)
+    if name in _PASSES or name in _CASTS:
+        return True
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    overloads = [getattr(packet, each) for each in packet.overloads()] if packet else []
+    return any(torch.Tag.pointwise in overload.tags for overload in overloads)
+
+
+def _name(node: Node) -> str:
+    """Returns ATen's name of the node's function."""
+    if node.op not in ("call_function", "call_method"):
+        return ""
+    target = getattr(node.target, "overloadpacket", node.target)
+    name = (target if isinstance(target, str) else getattr(target, "__name__", "")).strip("_")
+    return _OPERATORS.get(name, name)
+
+
+# --- gated layers -------------------------------------------------------------------------------
+
+
+def compiler_gates(result: Tensor, gate_bias, up_bias, down: Tensor | None, activation) -> bool:
+    """Returns whether the pass of a gated layer's backward is left to the compiler.
+
+    Our pass also sums the gradients of biases, for which the compiler reads everything once more.
+    On Hopper GPUs one of our products has the pass in it (csrc/gemm/hopper.h), and hides it if its
+    sums are long enough.
+    """
+    if any(bias is not None and bias.requires_grad for bias in (gate_bias, up_bias)):
+        return False
+    if down is None or activation == "relu":
+        return True
+    width, hidden = down.shape
+    fits = result.element_size() == 2 and width >= 1024 and width % 8 == hidden % 8 == 0
+    return not (fits and result.numel() * hidden <= 1e12 and has_hopper_products(result.device))
+
+
+# --- convolutions -------------------------------------------------------------------------------
 
 
 def convolution_pays(result: Tensor) -> bool:

@@ -1,12 +1,19 @@
 """The pass that puts our operators into graphs that `torch.compile` has captured.
 
-It works before autograd, so that the backward is ours as well. A lone layer with its activation
-becomes one operator; layers in a chain become `fused::mlp`, which the compiler traces through, so
+It works before autograd, so that the backward is ours as well: later the compiler has taken
+activations apart and chosen what is kept. It has three targets. A lone layer with its activation
+becomes one operator. Layers in a chain become `fused::mlp`, which the compiler traces through, so
 that the compiled backward has every hidden layer's activation gradient within the next one's step.
-A convolution with its ReLU becomes one operator as well, where that is asked for.
+A gated layer becomes `fused::linear_glu`, with the layer after it `fused::gated_mlp`. A convolution
+with its ReLU becomes one operator as well, where that is asked for.
+
+Each decision is made here, once: no later pass takes an operator out again. Where kernels of the
+compiler are quicker (criterion.py), an activation stays torch's behind `fused::linear`, and a gated
+layer is told to leave the pass of its backward to ATen.
 """
 
 import copy
+import logging
 import operator
 from collections import Counter
 from collections.abc import Iterator
@@ -20,15 +27,18 @@ from torch.fx import Graph, GraphModule, Node
 from .._torch_internals import HigherOrderOperator, overlaps_collectives
 from ..activations import ACTIVATIONS
 from . import collectives, effects, matching, matching_conv, matching_gated, spellings
-from .criterion import convolution_pays
-from .identity import CountingPass
+from .criterion import compiler_gates, convolution_pays, has_choice, is_between_passes
+from .identity import GraphPass
+from .rewriting import arguments_of
 
+logger = logging.getLogger("torch_fused_linear")
 _fused = torch.ops.fused
 # The operators whose body runs where it stands, as part of the graph around it.
 _IN_PLACE = ("wrap", "tag_activation_checkpoint", "invoke_subgraph")
+_GATED = (_fused.linear_glu, _fused.gated_mlp)
 
 
-class FusionPass(CountingPass):
+class FusionPass(GraphPass):
     """Replaces linear layers and their activations in a graph, in place.
 
     What it looks for, and what it leaves alone, is described in
@@ -52,14 +62,13 @@ class FusionPass(CountingPass):
     def __call__(self, graph: Graph) -> None:
         self._put_back_bodies(graph)
         before = copy.deepcopy(graph)
-        counts = Counter(_Rewrite(graph).run_gated())
-        rewrite = _Rewrite(graph)
-        counts.update(rewrite.run())
-        if self.conv:
-            counts.update(rewrite.run_convolutions())
+        counts = Counter(_Rewrite(graph, self.conv).run())
         if counts and graph.owning_module is not None:
             self._bodies[graph.owning_module] = before, counts
-        self.count(self.replaced, counts, "put into a graph")
+        self.replaced.update(counts)
+        if counts:
+            each = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+            logger.info("put into a graph: %s", each)
 
     def _put_back_bodies(self, graph: Graph) -> None:
         """Undoes the pass in graphs that this one gives to scan, cond and their like, which make
@@ -101,53 +110,73 @@ class _Layer:
 
 
 class _Rewrite:
-    """One run over one graph."""
+    """One run over one graph: everything is found before anything is changed."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, conv: bool) -> None:
         self.graph = graph
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.switches = [i for node, i in self.order.items() if effects.switches_mode(node)]
         self.writers = [node for node in graph.nodes if effects.may_write(node)]
         self.overlapped = overlaps_collectives()
         self.now: dict[Node, Node] = {}  # what stands for a node that has been replaced
-
-    # ---- each run replaces what it finds, and gives the names of the operators put in ----
+        self.layers: dict[Node, _Layer] = {}  # by the result
+        self.gated: list[matching_gated.Gated] = []
+        self.own_gated: list[Node] = []
+        self.convolutions: list[tuple[Node, Node, tuple]] = []
+        for node in graph.nodes:
+            self.find_layer(node)
+            self.find_gated(node)
+            if conv:
+                self.find_convolution(node)
+        self.leave_to_gated()
 
     def run(self) -> Iterator[str]:
+        """Replaces what was found, and gives the names of the operators put in."""
+        for found in self.gated:
+            yield self.replace_gated(found)
         for chain in self.chains():
             if len(chain) > 1:
                 yield self.replace_chain(chain)
-            elif chain[0].nodes:  # else there is no activation, or it is in ours already
-                yield self.replace_layer(chain[0])
-
-    def run_gated(self) -> Iterator[str]:
-        for node in list(self.graph.nodes):
-            for found in matching_gated.find_gated(node):
-                if self.may_join(found.nodes):
-                    yield self.replace_gated(found)
-                    break
-
-    def run_convolutions(self) -> Iterator[str]:
-        for node in list(self.graph.nodes):
-            relu, operands = matching_conv.find_relu_of_conv(node) or (None, ())
-            joins = relu and self.in_one_mode([node, relu])
-            if joins and convolution_pays(matching.value(node)):
-                yield self.replace_convolution(node, relu, operands)
+            elif name := self.replace_layer(chain[0]):
+                yield name
+        for node in self.own_gated:
+            self.tell_gated(node)
+        for convolution in self.convolutions:
+            yield self.replace_convolution(*convolution)
 
     # ---- what there is ----
 
-    def layers(self) -> list[_Layer]:
-        found: dict[Node, _Layer] = {}
-        for node in self.graph.nodes:
-            linear = matching.find_linear(node)
-            if linear is None or not self.may_join(linear.nodes):
-                continue
-            if self.overlapped and collectives.is_beside_one(linear):
-                continue
-            for inner in linear.nodes[:-1]:  # the product of a sum that is a layer itself
-                found.pop(inner, None)
-            found[node] = self.with_activation(linear)
-        return list(found.values())
+    def find_layer(self, node: Node) -> None:
+        linear = matching.find_linear(node)
+        if linear is None or not self.may_join(linear.nodes):
+            return
+        if self.overlapped and collectives.is_beside_one(linear):
+            return
+        for inner in linear.nodes[:-1]:  # the product of a sum that is a layer itself
+            self.layers.pop(inner, None)
+        self.layers[node] = self.with_activation(linear)
+
+    def find_gated(self, node: Node) -> None:
+        if getattr(node.target, "overloadpacket", node.target) in _GATED:
+            self.own_gated.append(node)
+        taken = {member for found in self.gated for member in found.nodes}
+        for found in matching_gated.find_gated(node):
+            if taken.isdisjoint(found.nodes) and self.may_join(found.nodes):
+                self.gated.append(found)
+                break
+
+    def find_convolution(self, node: Node) -> None:
+        relu, operands = matching_conv.find_relu_of_conv(node) or (None, ())
+        joins = relu and self.in_one_mode([node, relu])
+        if joins and convolution_pays(matching.value(node)):
+            self.convolutions.append((node, relu, operands))
+
+    def leave_to_gated(self) -> None:
+        """Forgets the layers that are a part of a gated one."""
+        taken = {member for found in self.gated for member in found.nodes}
+        for result, layer in [*self.layers.items()]:
+            if not taken.isdisjoint(layer.linear.nodes):
+                del self.layers[result]
 
     def with_activation(self, linear: matching.Linear) -> _Layer:
         result = linear.nodes[-1]
@@ -162,7 +191,7 @@ class _Rewrite:
     def chains(self) -> list[list[_Layer]]:
         """Layers, each fed by the one before, of one activation; most are of one layer."""
         chains: dict[Node, list[_Layer]] = {}  # by the output of the last
-        for layer in self.layers():
+        for layer in self.layers.values():
             chain = chains.get(self.source(layer, chains), [])
             # Between two activations a layer belongs with the later one.
             head = chain[:-1] if chain and chain[0].activation != chain[-1].activation else []
@@ -211,8 +240,9 @@ class _Rewrite:
         return not any(min(places) < i < max(places) for i in self.switches)
 
     def may_join(self, nodes: list[Node]) -> bool:
-        """Whether the first of the nodes may be run where the last is: nothing that it reads is
-        written in between, and the mode is the same."""
+        """Returns whether the first of the nodes may run where the last is: nothing that it reads
+        is written in between, and the mode is the same.
+        """
         places, members = [self.order[node] for node in nodes], set(nodes)
         writers = [self.order[node] for node in self.writers if node not in members]
         is_written = any(min(places) < i < max(places) for i in writers)
@@ -220,8 +250,13 @@ class _Rewrite:
 
     # ---- replacing ----
 
-    def replace_layer(self, layer: _Layer) -> str:
+    def replace_layer(self, layer: _Layer) -> str | None:
+        """A layer alone, unless there is nothing to change."""
         linear, result = layer.linear, layer.linear.nodes[-1]
+        if self.leaves_activation(layer):
+            return self.replace_product(layer)
+        if not layer.nodes:  # there is no activation, or it is in ours already
+            return None
         with self.graph.inserting_before(result):
             activation = ACTIVATIONS[layer.activation]
             operator = getattr(_fused, activation.operator).default
@@ -231,6 +266,38 @@ class _Rewrite:
         self.erase([*linear.nodes, *layer.nodes])
         return activation.operator
 
+    def leaves_activation(self, layer: _Layer) -> bool:
+        """Returns whether the compiler's own kernels can take the activation."""
+        linear = layer.linear
+        if layer.activation is None or self.memory_of(linear) == "low":
+            return False
+        fakes = map(matching.value, (linear.nodes[-1], linear.input))
+        return is_between_passes(layer.output) and has_choice(*fakes)
+
+    @staticmethod
+    def memory_of(linear: matching.Linear) -> str:
+        return spellings.arguments(linear.nodes[-1]).get("memory", "default")
+
+    def replace_product(self, layer: _Layer) -> str | None:
+        """The product alone, in front of torch's activation."""
+        result = layer.linear.nodes[-1]
+        if getattr(result.target, "overloadpacket", result.target) is _fused.linear:
+            return None
+        with self.graph.inserting_before(result):
+            new = self.call(_fused.linear.default, self.operands(layer.linear), result)
+            if not layer.nodes:  # it was inside of an operator that goes
+                new = self.activated(new, layer.activation, result)
+        self.replace(result, new)
+        self.erase(layer.linear.nodes)
+        return "linear"
+
+    def activated(self, node: Node, name: str, like: Node) -> Node:
+        activation = ACTIVATIONS[name]
+        is_square = name == "relu2"
+        function = "relu" if is_square else activation.operator.removeprefix("linear_")
+        new = self.call(getattr(F, function), (node,), like, activation.options)
+        return self.call(torch.square, (new,), like) if is_square else new
+
     def replace_chain(self, chain: list[_Layer]) -> str:
         linears, last = [layer.linear for layer in chain], chain[-1]
         result = last.linear.nodes[-1]
@@ -238,15 +305,11 @@ class _Rewrite:
         with self.graph.inserting_before(result):
             inputs, weights, biases = map(list, zip(*map(self.operands, linears)))
             args = (inputs[0], weights, biases, chain[0].activation)
-            memories = {spellings.arguments(x.nodes[-1]).get("memory") for x in linears}
-            how = {"memory": "low"} if "low" in memories else {}
+            is_low = "low" in map(self.memory_of, linears)
+            how = {"memory": "low"} if is_low else {}
             new = self.call(_fused.mlp.default, args, result, how)
             if last.activation and not last.nodes:  # it was inside of an operator that goes
-                activation = ACTIVATIONS[last.activation]
-                is_square = activation.name == "relu2"
-                name = "relu" if is_square else activation.operator.removeprefix("linear_")
-                new = self.call(getattr(F, name), (new,), result, activation.options)
-                new = self.call(torch.square, (new,), result, {}) if is_square else new
+                new = self.activated(new, last.activation, result)
         self.replace(result, new)
         between = [node for way in ways for node in way]
         self.erase([*self.members(chain[:-1]), *between, *last.linear.nodes])
@@ -271,7 +334,20 @@ class _Rewrite:
             new = self.call(target, args, result, {"activation": found.activation})
         self.replace(result, new)
         self.erase(found.nodes)
+        self.tell_gated(new)
         return target.overloadpacket.__name__
+
+    def tell_gated(self, node: Node) -> None:
+        """Has the pass of the layer's backward left to the compiler, where that pays."""
+        given = arguments_of(node)
+        names = ("input", "gate_bias", "up_bias", "down")
+        fakes = [given.get(name) and matching.value(given[name]) for name in names]
+        result = matching.value(node)
+        if given["memory"] != "default" or result is None or fakes[0] is None:
+            return
+        input, *others = fakes
+        if has_choice(result, input) and compiler_gates(result, *others, given["activation"]):
+            node.kwargs = {**node.kwargs, "memory": "compiled"}
 
     def halves(self, tensor: Node) -> list[Node]:
         both = self.graph.call_method("chunk", (tensor, 2))
@@ -281,6 +357,7 @@ class _Rewrite:
         return parts
 
     def replace_convolution(self, convolution: Node, relu: Node, operands: tuple) -> str:
+        operands = tuple(self.current(x) if isinstance(x, Node) else x for x in operands)
         with self.graph.inserting_before(convolution):
             new = self.call(_fused.conv2d_relu.default, operands, convolution)
         self.replace(relu, new)

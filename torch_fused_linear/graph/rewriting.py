@@ -11,7 +11,8 @@ from .._torch_internals import trace_in_aten
 
 
 def arguments_of(node: Node) -> dict[str, Any]:
-    schema = node.target._schema.arguments
+    target = getattr(node.target, "default", node.target)
+    schema = target._schema.arguments
     given = dict(zip((a.name for a in schema), node.args)) | node.kwargs
     return {a.name: given.get(a.name, a.default_value) for a in schema}
 

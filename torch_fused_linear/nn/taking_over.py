@@ -1,4 +1,4 @@
-"""Whether a layer of ours can hold all that a layer of torch's is, and the other way round."""
+"""Checks that a layer of torch's and one of ours can replace each other without loss."""
 
 from typing import TypeVar
 
@@ -13,8 +13,10 @@ _HOOKS += ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
 
 def check_plain(function: str, layer: object, classes: tuple[type, ...]) -> None:
-    """Raises, for the function that asks, a TypeError that names what of a layer would be lost that
-    is to be taken over. It may be exactly one of the classes; the first is named as expected."""
+    """Raises ``TypeError``, naming the caller, if something of the layer would be lost when it is
+    taken over. The layer must be exactly one of the classes; the error names the first as
+    expected.
+    """
     if objection := _objection(layer, classes):
         expected = classes[0].__name__
         article = f"an nn.{expected}" if hasattr(nn, expected) else f"a {expected}"
@@ -24,8 +26,9 @@ def check_plain(function: str, layer: object, classes: tuple[type, ...]) -> None
 
 
 def check_given_back(method: str, layer: nn.Module, classes: tuple[type, ...]) -> None:
-    """The same of a layer of ours that is to become torch's. Its class is one of these or a child
-    of one."""
+    """Raises ``TypeError`` if something of our layer would be lost when it becomes torch's. Its
+    class is one of these or a child of one.
+    """
     cls = next(base for base in type(layer).__mro__ if base in classes)
     check_plain(f"{type(layer).__name__}.{method}", layer, (cls,))
 

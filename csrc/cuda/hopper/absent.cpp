@@ -9,7 +9,7 @@ bool available(int) { return false; }
 int64_t workspace_bytes(const gemm::PassProblem&) { return 0; }
 
 bool run(const gemm::PassProblem&, const gemm::Algorithm&, const gemm::Operands&, void*, int,
-         cudaStream_t) {
+         cudaStream_t, Tiles) {
   return false;
 }
 

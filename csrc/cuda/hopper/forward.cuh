@@ -5,8 +5,9 @@
 namespace fused::cuda::hopper {
 
 // Stores beside act(product + bias), if `aux`, the pre-activation or ReLU's bits.
-template <gemm::Type type, Activation activation, bool transposed, bool aux>
+template <gemm::Type type, Activation activation, bool transposed, bool aux, typename Shape = Wide>
 struct Forward {
+  using Tile = typename Shape::Tile;
   using Element = ElementOf<type>;
   static constexpr bool stores_bits = aux && activation == Activation::relu,
                         stores_preactivation = aux && !stores_bits;
@@ -30,7 +31,7 @@ struct Forward {
       Preactivation>;
   using Fusion =
       std::conditional_t<stores_bits, fusion::Sm90EVT<BitsStore<Element>, Active>, Active>;
-  using Kernel = hopper::Kernel<Element, transposed, void, Fusion>;
+  using Kernel = hopper::Kernel<Element, transposed, void, Fusion, Shape>;
 
   static cudaError_t run(const Product& p) {
     auto arguments = Kernel::arguments(p);
@@ -50,6 +51,9 @@ struct Forward {
 
 template <gemm::Type type, Activation activation, bool transposed>
 constexpr Launch forward = Forward<type, activation, transposed, false>::run;
+
+template <gemm::Type type, Activation activation, bool transposed>
+constexpr Launch narrow_forward = Forward<type, activation, transposed, false, Narrow>::run;
 
 template <gemm::Type type, Activation activation, bool transposed>
 constexpr Launch saving_forward = Forward<type, activation, transposed, true>::run;

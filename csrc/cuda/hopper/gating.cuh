@@ -58,7 +58,7 @@ struct Gating {
       Compute<GradUp, float>, Store,  // 3, 4
       Compute<Hidden, float>, Store,  // 5, 6
       Compute<GradGate, Element>>;    // 7: the result
-  using Kernel = hopper::Kernel<Element, transposed, Element, Fusion, EpilogueTile>;
+  using Kernel = hopper::Kernel<Element, transposed, Element, Fusion, Wide, EpilogueTile>;
 
   static cudaError_t run(const Product& p) {
     auto arguments = Kernel::arguments(p);

@@ -1,7 +1,7 @@
 #include "cuda/hopper/hopper.h"
 
 #include "cuda/hopper/product.h"
-#include "cuda/kernels/passes.h"
+#include "cuda/kernels/activation.h"
 
 namespace fused::cuda::hopper {
 
@@ -10,9 +10,12 @@ using gemm::Pass, gemm::PassProblem, gemm::Type;
 namespace {
 
 template <Type type, bool transposed>
-Launch kernel_for(const PassProblem& p) {
+Launch kernel_for(const PassProblem& p, Tiles tiles) {
   switch (p.pass) {
     case Pass::fprop:
+      if (tiles == Tiles::narrow && p.keeps == gemm::Keeps::nothing) {
+        return kernel_of<Kind::narrow_forward, type, transposed>(p.activation);
+      }
       // ReLU's output is kept, or its bits, and no pre-activation.
       return p.keeps != gemm::Keeps::nothing
                  ? kernel_of<Kind::saving_forward, type, transposed>(p.activation)
@@ -31,8 +34,9 @@ Launch kernel_for(const PassProblem& p) {
 }
 
 template <Type type>
-Launch kernel_for(const PassProblem& p) {
-  return p.matmul.transpose_a ? kernel_for<type, true>(p) : kernel_for<type, false>(p);
+Launch kernel_for(const PassProblem& p, Tiles tiles) {
+  return p.matmul.transpose_a ? kernel_for<type, true>(p, tiles)
+                              : kernel_for<type, false>(p, tiles);
 }
 
 }  // namespace
@@ -46,10 +50,11 @@ int64_t workspace_bytes(const PassProblem& p) {
 }
 
 bool run(const PassProblem& p, const gemm::Algorithm& algorithm, const gemm::Operands& operands,
-         void* workspace, int processors, cudaStream_t stream) {
+         void* workspace, int processors, cudaStream_t stream, Tiles tiles) {
   const auto& g = p.matmul;
   const auto order = gemm::hopper::order_of(algorithm);
-  const auto kernel = g.type == Type::bf16 ? kernel_for<Type::bf16>(p) : kernel_for<Type::f16>(p);
+  const auto kernel =
+      g.type == Type::bf16 ? kernel_for<Type::bf16>(p, tiles) : kernel_for<Type::f16>(p, tiles);
   if (!order || kernel == nullptr) return false;
   auto* partials = !gemm::is_forward(p.pass) && p.bias ? static_cast<float*>(workspace) : nullptr;
   Product product{operands};

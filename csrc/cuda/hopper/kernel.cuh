@@ -41,6 +41,21 @@ using EpilogueTile = cute::Shape<cute::_64, cute::_64>;
 using Schedule = cutlass::gemm::KernelTmaWarpSpecializedPingpong;
 using EpilogueSchedule = cutlass::epilogue::TmaWarpSpecialized;
 #endif
+// How a product is parted: what a block computes at a time, and the blocks that share operands.
+struct Wide {
+  using Tile = hopper::Tile;
+  using Cluster = hopper::Cluster;
+  using Part = EpilogueTile;
+};
+// For few tokens: more blocks, and more steps under way in each. Along k the steps are the same, so
+// that each sum has the same bits.
+struct Narrow {
+  using Tile = cute::Shape<cute::Int<gemm::hopper::narrow_features>,
+                           cute::Int<gemm::hopper::narrow_tokens>, cute::_64>;
+  using Cluster = cute::Shape<cute::_1, cute::_1, cute::_1>;
+  using Part = cute::Shape<cute::_64, cute::_32>;
+};
+
 using Columns = cutlass::layout::ColumnMajor;
 using Rows = cutlass::layout::RowMajor;
 inline constexpr auto nearest = cutlass::FloatRoundStyle::round_to_nearest;
@@ -64,7 +79,8 @@ cudaError_t launch(typename Gemm::Arguments arguments, const Product& p) {
   }
   auto params = Gemm::to_underlying_arguments(arguments, nullptr);
   void* given[] = {&params};
-  const dim3 cluster(cute::size<0>(Cluster{}), cute::size<1>(Cluster{}), 1);
+  using Shape = typename Gemm::CollectiveMainloop::DispatchPolicy::ClusterShape;
+  const dim3 cluster(cute::size<0>(Shape{}), cute::size<1>(Shape{}), 1);
   const auto status = cutlass::ClusterLauncher::launch(
       Gemm::get_grid_shape(params), cluster, Gemm::get_block_shape(), Gemm::SharedStorageSize,
       p.stream, kernel, given);
@@ -81,25 +97,26 @@ auto stride_of(int64_t ld) {
   }
 }
 
-template <typename Element, bool transposed, int epilogue_bytes>
+template <typename Element, bool transposed, int epilogue_bytes, typename Shape = Wide>
 using MainloopOf = typename cutlass::gemm::collective::CollectiveBuilder<
     cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element,
-    std::conditional_t<transposed, Rows, Columns>, vector, Element, Columns, vector, float, Tile,
-    Cluster, cutlass::gemm::collective::StageCountAutoCarveout<epilogue_bytes>,
-    Schedule>::CollectiveOp;
+    std::conditional_t<transposed, Rows, Columns>, vector, Element, Columns, vector, float,
+    typename Shape::Tile, typename Shape::Cluster,
+    cutlass::gemm::collective::StageCountAutoCarveout<epilogue_bytes>, Schedule>::CollectiveOp;
 
 template <typename Mainloop, typename Epilogue>
 using GemmOf = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop,
                                                     Epilogue, cutlass::gemm::PersistentScheduler>;
 
 template <typename Element, bool transposed, typename Source, typename Fusion,
-          typename Part = EpilogueTile>
+          typename Shape = Wide, typename Part = typename Shape::Part>
 struct Kernel {
   using Epilogue = typename epilogue::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, Part, float, float,
-      Source, Columns, vector, Element, Columns, vector, EpilogueSchedule, Fusion>::CollectiveOp;
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, typename Shape::Tile,
+      typename Shape::Cluster, Part, float, float, Source, Columns, vector, Element, Columns,
+      vector, EpilogueSchedule, Fusion>::CollectiveOp;
   static constexpr int epilogue_bytes = sizeof(typename Epilogue::SharedStorage);
-  using Gemm = GemmOf<MainloopOf<Element, transposed, epilogue_bytes>, Epilogue>;
+  using Gemm = GemmOf<MainloopOf<Element, transposed, epilogue_bytes, Shape>, Epilogue>;
   using StrideD = typename Gemm::StrideD;
 
   static StrideD columns(int64_t ld) { return stride_of<false>(ld); }

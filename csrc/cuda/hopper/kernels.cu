@@ -14,7 +14,9 @@ Launch kernel_of<Kind::FUSED_KIND, gemm::Type::FUSED_TYPE, FUSED_TRANSPOSED>(
   return with_activation(activation, [](auto constant) -> Launch {
     constexpr Activation act = decltype(constant)::value;
     constexpr bool gated = Kind::FUSED_KIND == Kind::gating || Kind::FUSED_KIND == Kind::glu;
-    if constexpr (act == Activation::none || (gated && act == Activation::relu)) {
+    constexpr bool has_none =
+        Kind::FUSED_KIND == Kind::forward || Kind::FUSED_KIND == Kind::narrow_forward;
+    if constexpr ((act == Activation::none && !has_none) || (gated && act == Activation::relu)) {
       return nullptr;
     } else {
       return FUSED_KIND<gemm::Type::FUSED_TYPE, act, FUSED_TRANSPOSED>;

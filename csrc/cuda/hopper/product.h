@@ -19,12 +19,12 @@ struct Product : gemm::Operands {
 };
 
 // saving_forward also writes the pre-activation, or ReLU's bits.
-enum class Kind { forward, saving_forward, backward, gating, glu };
+enum class Kind { forward, narrow_forward, saving_forward, backward, gating, glu };
 
 using Launch = cudaError_t (*)(const Product&);
 
-// `transposed`: operand A, the weight, is read along k, as problem.transpose_a says. There is none
-// without an activation, nor for ReLU as a gate.
+// `transposed`: operand A, the weight, is read along k, as problem.transpose_a says. Without an
+// activation there is the plain forward alone, and none is for ReLU as a gate.
 template <Kind kind, gemm::Type type, bool transposed>
 Launch kernel_of(Activation activation);
 

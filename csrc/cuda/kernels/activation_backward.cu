@@ -1,7 +1,7 @@
 // act'(saved) · grad and its column sums in one pass over memory, for which eager needs three.
 
+#include "cuda/kernels/activation.h"
 #include "cuda/kernels/activation_math.cuh"
-#include "cuda/kernels/passes.h"
 #include "cuda/kernels/reduce.cuh"
 
 #include <algorithm>

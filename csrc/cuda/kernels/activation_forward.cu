@@ -1,7 +1,7 @@
 // y = act(z), where no epilogue computes it, or rounds or runs worse.
 
+#include "cuda/kernels/activation.h"
 #include "cuda/kernels/launch.cuh"
-#include "cuda/kernels/passes.h"
 
 namespace fused::cuda::kernels {
 namespace {

@@ -1,6 +1,6 @@
 // Bias and ReLU after a convolution, and ReLU's backward with the bias gradient, in one pass each.
 
-#include "cuda/kernels/passes.h"
+#include "cuda/kernels/conv.h"
 #include "cuda/kernels/reduce.cuh"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-#include "cuda/kernels/passes.h"
+#include "cuda/kernels/gating.h"
 
 #include "cuda/kernels/activation_math.cuh"
 #include "cuda/kernels/reduce.cuh"

@@ -3,9 +3,9 @@
 // Sums over a block and over blocks, in an order fixed by the sizes: the same input gives the same
 // bits.
 
+#include "cuda/kernels/activation.h"
 #include "cuda/kernels/activation_math.cuh"
 #include "cuda/kernels/launch.cuh"
-#include "cuda/kernels/passes.h"
 
 #include <cooperative_groups.h>
 

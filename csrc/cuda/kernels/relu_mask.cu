@@ -1,7 +1,7 @@
 // ReLU's bit mask of its output, for low memory, and for cuBLASLt's backward of a kept output.
 
+#include "cuda/kernels/activation.h"
 #include "cuda/kernels/launch.cuh"
-#include "cuda/kernels/passes.h"
 
 namespace fused::cuda::kernels {
 namespace {

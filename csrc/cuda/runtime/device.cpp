@@ -2,8 +2,8 @@
 
 #include "core/torch_internals.h"
 #include "cuda/hopper/hopper.h"
+#include "cuda/kernels/activation.h"
 #include "cuda/kernels/check.h"
-#include "cuda/kernels/passes.h"
 #include "cuda/kernels/small_product.h"
 #include "cuda/runtime/cublaslt.h"
 

@@ -3,7 +3,8 @@
 #include "core/aten_activation.h"
 #include "core/explain.h"
 #include "cuda/hopper/hopper.h"
-#include "cuda/kernels/passes.h"
+#include "cuda/kernels/activation.h"
+#include "cuda/kernels/gating.h"
 #include "cuda/runtime/device.h"
 
 #include <ATen/cuda/CUDAContext.h>

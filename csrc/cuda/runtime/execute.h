@@ -1,6 +1,7 @@
 #pragma once
 
-#include "cuda/kernels/passes.h"
+#include "cuda/kernels/activation.h"
+#include "cuda/kernels/gating.h"
 #include "cuda/kernels/small_product.h"
 #include "cuda/runtime/gemm_call.h"
 #include "cuda/runtime/prepared_plan.h"

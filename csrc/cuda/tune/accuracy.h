@@ -2,7 +2,7 @@
 
 #include "cuda/tune/error_unit.h"
 #include "gemm/pass_call.h"
-#include "plans/select.h"
+#include "plans/errors.h"
 
 #include <cuda_runtime_api.h>
 

@@ -1,17 +1,15 @@
-"""The pass that writes operators out in ATen where that pays, for a GPU that is made up here."""
+"""What stays the compiler's because its own kernels are quicker, for a GPU that is made up here."""
 
 import copy
-import inspect
+import operator
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from compiler import needs_compiler
-from functorch.compile import make_boxed_func
 from fusion import recording_backend, results
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import run_and_get_code
@@ -19,8 +17,7 @@ from two_layers import assert_as_exact
 
 import torch_fused_linear as tfl
 from torch_fused_linear.activations import ACTIVATIONS
-from torch_fused_linear.graph import criterion, formula_pass
-from torch_fused_linear.graph.formula_pass import FormulaPass
+from torch_fused_linear.graph import criterion
 
 H200 = 4.4e12  # bytes a second
 
@@ -61,65 +58,83 @@ class Layer(nn.Module):
         return self.second(self.after(self.act(self.first(x))))
 
 
-def compiled_by(formulas, graphs):
-    """A backend with our passes before autograd and after it, without the compiler's own."""
-
-    def part(joint, inputs, **kwargs):
-        formulas(joint.graph)
-        joint.graph.lint()
-        joint.recompile()
-        return min_cut_rematerialization_partition(joint, inputs, **kwargs)
-
-    how = {"partition_fn": part, "decompositions": select_decomp_table()}
-    return tfl.compile_backend(recording_backend(graphs, **how))
-
-
 def check(model, *args, **options):
-    """The model compiled with both passes is the same function. -> what was written out, and what
-    forward and backward call"""
+    """The model compiled with the pass is the same function. -> what was put in, and what forward
+    and backward call"""
     args = args or [torch.randn(3, 5, 16, requires_grad=True)]
-    formulas, graphs = FormulaPass(), {}
-    call = torch.compile(model, backend=compiled_by(formulas, graphs), **options)
+    graphs = {}
+    how = {"partition_fn": min_cut_rematerialization_partition}
+    how["decompositions"] = select_decomp_table()
+    backend = tfl.compile_backend(recording_backend(graphs, **how))
+    call = torch.compile(model, backend=backend, **options)
     torch.testing.assert_close(results(call, args), results(model, args))
-    return dict(formulas.written_out), graphs
+    return dict(backend.replaced), graphs
 
 
-# --- the formulas themselves ---------------------------------------------------------------------
+# --- gated layers whose backward leaves the pass to the compiler ---------------------------------
+
+SIZES = {"gate": (6, 5), "up": (6, 5), "down": (3, 6)}
+SIZES |= {"gate_bias": (6,), "up_bias": (6,), "down_bias": (3,)}
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_formulas_are_what_the_operators_compute(activation):
-    def draw(*sizes):
-        return torch.randn(sizes, dtype=torch.float64)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu_erf", "relu2"])
+@pytest.mark.parametrize("frozen", ["", "input", "gate", "up", "down", "input gate up"])
+@pytest.mark.parametrize("layout", ["two", "joined", "stacked"])
+@pytest.mark.parametrize("has_down", [True, False])
+def test_it_computes_what_the_other_pass_does(activation, frozen, layout, has_down):
+    def draw(name, *sizes):
+        tensor = torch.randn(sizes, dtype=torch.float64)
+        return tensor.requires_grad_(name not in frozen.split())
 
-    x, w, b, grad = draw(2, 3, 8), draw(16, 8), draw(16), draw(2, 3, 16)
-    calls = [("_linear_backward", (grad, x, w, draw(2, 3, 16), activation, [True] * 3))]
-    if activation != "relu":  # whose second result is bits
-        calls.append(("_linear_aux", (x, w, b, activation)))
-    for up, down in ((grad, None), (None, None), (grad, draw(8, 16)), (None, draw(8, 16))):
-        z = draw(2, 3, 16 if up is not None else 32)
-        wanted = [True, up is not None, False, False, True]
-        arrives = grad if down is None else x
-        calls.append(("_glu_backward", (arrives, z, up, activation, wanted, down)))
-    for name, args in calls:
-        operator = getattr(torch.ops.fused, name)
-        formula, _ = formula_pass._FORMULAS[operator.default]
-        for ours, theirs in zip(formula(*args), operator(*args), strict=True):
-            torch.testing.assert_close(ours, theirs)
-        names = [a.name for a in operator.default._schema.arguments]
-        assert list(inspect.signature(formula).parameters)[: len(names)] == names
+    given = {name: draw(name, *sizes) for name, sizes in SIZES.items()}
+    if not has_down:
+        del given["down"], given["down_bias"]
+    if layout == "stacked":
+        del given["up"], given["up_bias"]
+        given["gate"], given["gate_bias"] = draw("gate", 12, 5), draw("gate_bias", 12)
+    elif layout == "joined":
+        both = draw("gate", 12, 5)
+        given["gate"], given["up"] = both[:6], both[6:]
+    leaves = [t for t in [draw("input", 2, 4, 5), *given.values()] if t.requires_grad]
+    x = leaves[0] if "input" not in frozen.split() else draw("input", 2, 4, 5)
+    call = torch.ops.fused.gated_mlp if has_down else torch.ops.fused.linear_glu
+
+    def gradients(memory):
+        given.setdefault("up", None)
+        y = call(x, **given, activation=activation, memory=memory)
+        first = torch.autograd.grad(y.sin().sum(), leaves, create_graph=True)
+        total = sum(g.cos().sum() for g in first)
+        return y, *first, *torch.autograd.grad(total, leaves, allow_unused=True)
+
+    for a, b in zip(gradients("compiled"), gradients("default"), strict=True):
+        torch.testing.assert_close(a, b)
+    once = [
+        torch.autograd.grad(
+            call(x, **given, activation=activation, memory=memory).sin().sum(), leaves
+        )
+        for memory in ("compiled", "default")
+    ]
+    torch.testing.assert_close(*once)
 
 
-# --- where they are taken ------------------------------------------------------------------------
+def test_only_gated_operators_take_it():
+    x, w = torch.randn(2, 3), torch.randn(4, 3)
+    for call in (tfl.linear_relu, torch.ops.fused.linear_relu):
+        with pytest.raises(ValueError, match="memory must be 'default' or 'low', got 'compiled'"):
+            call(x, w, memory="compiled")
 
 
+@pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize(
     "activation, stacked",
     [("silu", False), ("silu", True), ("gelu_tanh", False), ("gelu_erf", True), ("relu", False)],
 )
-def test_gating_is_written_out(gpu, activation, stacked):
-    written, graphs = check(Gated(activation, stacked))
-    assert written == {"_glu_backward": 1}
+def test_gating_is_the_compilers(gpu, activation, stacked, own):
+    model = Gated(activation, stacked)
+    if own and not stacked:
+        model = tfl.FusedGatedMLP.from_modules(model.gate, model.up, model.down, activation)
+    put_in, graphs = check(model)
+    assert put_in == ({} if own and not stacked else {"gated_mlp": 1})
     assert graphs["forward"].count("fused._linear_glu_aux.default") == 1
     # h is the forward's, and not made again: one product of two of its factors
     backward = graphs["backward"]
@@ -130,29 +145,17 @@ def test_gating_is_written_out(gpu, activation, stacked):
     assert "aten.addmm.default" not in backward
 
 
-@pytest.mark.parametrize("width, own, written", [(6, 1, 1), (8, 1, 1), (1024, 0, 1), (1024, 1, 0)])
-def test_with_the_product_before(gpu, monkeypatch, width, own, written):
-    """As on a GPU, and in a graph of the backward alone, where h is made again."""
+@pytest.mark.parametrize("own, stays", [(False, 0), (True, 1)])
+@pytest.mark.parametrize("width", [8, 1024, 1028])
+def test_a_product_of_ours_that_has_the_pass(gpu, monkeypatch, width, own, stays):
     monkeypatch.setattr(criterion, "has_hopper_products", lambda device: own)
-
-    def function(grad, gate, up, down):
-        mask = [True, True, False, False, True]
-        return torch.ops.fused._glu_backward(grad, gate, up, "silu", mask, down)
-
-    dtype = torch.float32 if width == 6 else torch.bfloat16
-    args = [torch.randn(s, dtype=dtype) for s in ((4, width), (4, 8), (4, 8), (width, 8))]
-    formulas, calls = FormulaPass(), []
-
-    def compiler(module, inputs):
-        formulas(module.graph)
-        module.recompile()
-        calls.extend(str(n.target) for n in module.graph.nodes if n.op == "call_function")
-        return make_boxed_func(module.forward)
-
-    got = torch.compile(function, backend=aot_autograd(fw_compiler=compiler))(*args)
-    torch.testing.assert_close(got, function(*args))
-    assert formulas.written_out == ({"_glu_backward": 1} if written else {})
-    assert ("aten.mm.default" in calls) == written == all(not c.startswith("fused") for c in calls)
+    model = Gated(sizes=(width, 16)).bfloat16()
+    x = torch.randn(3, width, dtype=torch.bfloat16, requires_grad=True)
+    graphs = {}
+    backend = tfl.compile_backend(recording_backend(graphs))
+    torch.compile(model, backend=backend)(x).sum().backward()
+    count = graphs["backward"].count("fused._glu_backward.default")
+    assert count == (stays if width == 1024 else 0)
 
 
 # What is left as it is: a model, with which sizes, on which machine, and why.
@@ -162,57 +165,96 @@ STAYS = [
     (Gated(), None, None, "a CPU"),
     (Layer("gelu_erf", lambda h: h), None, H200, "between products"),
     (Layer("gelu_erf", lambda h: h.view(15, 48) @ torch.ones(48, 48)), None, H200, "and a view"),
+    (Layer("gelu_erf"), True, H200, "sizes that change"),
+    (Layer("gelu_erf"), None, None, "a CPU"),
+    (Layer("gelu_erf", lambda h: h.sum(-1, True).expand(h.shape)), None, H200, "a sum"),
 ]
 
 
 @pytest.mark.parametrize("model, dynamic, bandwidth, why", STAYS)
 def test_what_is_not_better_stays(gpu, model, dynamic, bandwidth, why):
     gpu(bandwidth)
-    written, graphs = check(model, dynamic=dynamic)
-    calls = graphs["backward"]
-    assert written == {}
-    assert calls.count("fused._glu_backward.default") == isinstance(model, Gated), why
+    put_in, graphs = check(model, dynamic=dynamic)
+    assert put_in in ({"gated_mlp": 1}, {"mlp": 1}, {"linear_gelu": 1}), why
+    assert graphs["backward"].count("fused._glu_backward.default") == isinstance(model, Gated), why
 
 
+# --- activations beside another pass --------------------------------------------------------------
+
+PASSES = {
+    "a factor": lambda h: h * 0.5,
+    "dropout": lambda h: F.dropout(h, 0.0, training=False) + h,
+    "a sum, then a norm": lambda h: F.layer_norm(h + 1, h.shape[-1:]),
+    "a view and a method": lambda h: h.view(-1, 48).sigmoid().view(h.shape),
+    "a cast": lambda h: h.double().float(),
+    "two passes": lambda h: h.sin() + h.cos(),
+    "a product in place": lambda h: operator.imul(h, 2),
+    "softmax": lambda h: h.softmax(-1),
+    "ATen": lambda h: torch.ops.aten.mul.Tensor(h, 2.0),
+}
+
+
+@pytest.mark.parametrize("after", PASSES)
+def test_passes(gpu, after):
+    put_in, graphs = check(Layer("gelu_tanh", PASSES[after]))
+    assert put_in == {"linear": 1}, after
+    assert graphs["forward"][0] == "fused.linear.default"
+
+
+class Own(Layer):
+    """With an operator of ours."""
+
+    def forward(self, x):
+        layer = getattr(tfl, self.act.operator)
+        h = layer(x, self.first.weight, self.first.bias, **self.act.options)
+        return self.second(self.after(h))
+
+
+@pytest.mark.parametrize("form", [Layer, Own])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_an_activation_beside_another_pass_is_written_out(gpu, activation):
-    written, graphs = check(Layer(activation))
-    aux = {} if activation == "relu" else {"_linear_aux": 1}
-    assert written == {**aux, "_linear_backward": 1}
-    first = "fused.linear_relu.default" if activation == "relu" else "fused.linear.default"
-    assert graphs["forward"][0] == first
+def test_an_activation_beside_another_pass_stays_torchs(gpu, activation, form):
+    model = form(activation)
+    if form is Own:
+        del model.act
+        model.act = ACTIVATIONS[activation]
+    put_in, graphs = check(model)
+    assert put_in == {"linear": 1}
+    assert graphs["forward"][0] == "fused.linear.default"
     assert graphs["backward"].count("fused._linear_backward.default") == 1
 
 
-def test_low_memory_keeps_bits_that_no_formula_reads(gpu):
+@pytest.mark.parametrize("memory, put_in", [("low", {}), ("default", {"linear": 1})])
+def test_low_memory_keeps_bits_that_no_formula_reads(gpu, memory, put_in):
     x, w = torch.randn(5, 16, requires_grad=True), torch.randn(48, 16, requires_grad=True)
-    assert check(lambda x, w: tfl.linear_relu(x, w, memory="low") * 0.5, x, w)[0] == {}
+    assert check(lambda x, w: tfl.linear_relu(x, w, memory=memory) * 0.5, x, w)[0] == put_in
+
+
+def test_another_policy_rounds_as_the_operators_do(gpu):
+    with tfl.set_policy("batch_invariant"):
+        assert not criterion.has_choice(torch.empty(1))
+    assert criterion.has_choice(torch.empty(1))
 
 
 # --- in the compiler -----------------------------------------------------------------------------
 
 
 @needs_compiler
-def test_the_compiler_runs_it_forward_and_backward(gpu, tmp_path, monkeypatch, caplog):
-    """And once more from its cache."""
+def test_the_compiler_runs_it_forward_and_backward(gpu, tmp_path, monkeypatch):
+    """And once more from its cache. What the pass has put in is what runs."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    model, args = Gated(), [torch.randn(5, 16, requires_grad=True)]
+    model = nn.Sequential(Gated(), Layer("gelu_erf"))
+    args = [torch.randn(5, 16, requires_grad=True)]
     want = results(model, args)
-    for written in ({"_glu_backward": 1}, {}):
+    for is_cached in (False, True):
         torch._dynamo.reset()
         options = tfl.compile_options()
-        with tfl.explain() as report, caplog.at_level("INFO"):
-            got, code = run_and_get_code(results, torch.compile(model, options=options), args)
+        got, code = run_and_get_code(results, torch.compile(model, options=options), args)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-        assert options["pre_grad_custom_pass"].replaced == {"gated_mlp": 1}
-        assert options["joint_custom_pre_pass"].written_out == written
-        paths = [c.path for c in report.calls if c.operator == "_glu_backward"]
-        not_fused = "written out in a compiled graph + PyTorch's own (not fused)"
-        assert paths == [not_fused] * len(written)
-        if written:
+        assert options["pre_grad_custom_pass"].replaced == {"gated_mlp": 1, "linear": 1}
+        if not is_cached:
             both = "".join(code)
-            assert "ops.fused._linear_glu_aux" in both and "ops.fused._glu_backward" not in both
-            assert "written out in a graph: 1 _glu_backward" in caplog.text
+            assert "ops.fused._linear_glu_aux" in both and "ops.fused.linear." in both
+            assert "ops.fused._glu_backward" not in both and "ops.fused._linear_aux" not in both
 
 
 @pytest.mark.cuda
@@ -228,7 +270,6 @@ def test_on_a_gpu(cuda, width):
     torch._dynamo.reset()
     options = tfl.compile_options()
     got, code = run_and_get_code(results, torch.compile(model, options=options), [x])
-    assert options["joint_custom_pre_pass"].written_out == ({} if stays else {"_glu_backward": 1})
     assert ("ops.fused._glu_backward" in "".join(code)) == stays
     assert_as_exact(got, eager, exact)
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// Our own kernels that pass over memory, where cuBLASLt's epilogues cannot, or not fast enough.
+// Kernels of activations: the forward, its bit mask, and the backward with column sums in one pass.
 
 #include "core/activation.h"
 #include "gemm/problem.h"
@@ -52,57 +52,5 @@ void sum_rows(gemm::Type type, const float* partials, int64_t rows, int64_t cols
 int64_t scratch_bytes(const ActivationBackward& args);
 
 void activation_backward(const ActivationBackward& args, void* scratch, cudaStream_t stream);
-
-struct Gating {
-  Activation activation = Activation::silu;
-  gemm::Type type = gemm::Type::f32;
-  int64_t rows = 0, cols = 0;
-  const void *gate = nullptr, *up = nullptr;  // pre-activations
-  int64_t ld_gate = 0, ld_up = 0;             // elements
-  void* hidden = nullptr;                     // contiguous
-};
-
-void gating_forward(const Gating& args, cudaStream_t stream);
-
-// The gradients of gate and up, their column sums, and hidden again, as above. What is not wanted
-// is null.
-struct GatingBackward : Gating {
-  int processors = 1;          // of the device: how many blocks to make
-  const void* grad = nullptr;  // of hidden
-  int64_t ld_grad = 0;
-  void *grad_gate = nullptr, *grad_up = nullptr;
-  int64_t ld_result = 0;                          // of both
-  void *gate_sums = nullptr, *up_sums = nullptr;  // [cols]
-};
-
-int64_t scratch_bytes(const GatingBackward& args);
-
-void gating_backward(const GatingBackward& args, void* scratch, cudaStream_t stream);
-
-// [batch, channels, plane], contiguous, or channels-last: [batch, plane, channels], whose backward
-// is that of a linear layer's rows.
-struct Image {
-  gemm::Type type = gemm::Type::f32;
-  int64_t batch = 0, channels = 0, plane = 0;
-};
-
-// y = relu(y + bias), in place; bias [channels]
-void bias_relu(const Image& image, bool channels_last, const void* bias, void* y,
-               cudaStream_t stream);
-
-// dz = grad where output > 0 or NaN, else 0, and its sum for each channel, as above
-struct PlanesBackward {
-  Image image;
-  int processors = 1;            // of the device: how many blocks to make
-  int arch = 0;                  // of the device, 90 for capability 9.0
-  const void* grad = nullptr;    // contiguous images all three
-  const void* output = nullptr;  //
-  void* dz = nullptr;            //
-  void* grad_bias = nullptr;     // [channels]; or nothing
-};
-
-int64_t scratch_bytes(const PlanesBackward& args);
-
-void relu_backward(const PlanesBackward& args, void* scratch, cudaStream_t stream);
 
 }  // namespace fused::cuda::kernels
