@@ -93,9 +93,8 @@ __device__ float largest_in_block(float value, float* shared, int thread) {
   return value;
 }
 
-// The rows are walked from the bottom up by all chunks side by side: whoever made the matrix wrote
-// its last rows last, so they are in the cache; and the second kernel, which goes down, finds there
-// what this one read last.
+// The rows are walked from top to bottom by all chunks side by side, so that the second kernel,
+// which goes up, finds the last of them in the cache.
 template <typename Source, bool sums>
 __global__ void __launch_bounds__(maximum_threads, Source::operands == 1 ? maximum_blocks : 3)
     maximum_kernel(Source source, int64_t rows, int64_t cols, Scratch scratch) {
@@ -114,7 +113,7 @@ __global__ void __launch_bounds__(maximum_threads, Source::operands == 1 ? maxim
 #pragma unroll
       for (int i = 0; i < count; ++i) {
         raw[i] = typename Source::Raw{};
-        if (row + i * step < rows) raw[i] = source.load(rows - 1 - row - i * step, col);
+        if (row + i * step < rows) raw[i] = source.load(row + i * step, col);
       }
 #pragma unroll
       for (int i = 0; i < count; ++i) {
@@ -218,7 +217,7 @@ __global__ void __launch_bounds__(cast_threads, cast_blocks<Source>)
   constexpr int results = Source::results;
   constexpr int count = rows_of_a_load<Source>;
   const Place place = place_of(threadIdx.x);
-  const int64_t tile = blockIdx.x;
+  const int64_t tile = gridDim.x - 1 - blockIdx.x;
   const int64_t first_col = tile % tiles_across * Tile::cols;
   const int64_t row = tile / tiles_across * Tile::rows + place.row, col = first_col + place.col;
   const int present = static_cast<int>(min(rows - row, int64_t{16}));  // of the thread's rows
@@ -251,7 +250,7 @@ __global__ void __launch_bounds__(cast_threads, cast_blocks<Source>)
     if (blockIdx.x == 0 && threadIdx.x == 0) {
       *targets.of[r].inverse_scale = __frcp_rn(scale[r]);
     }
-    // The first tiles are one for each of the columns.
+    // The last tiles, which are the first to run, are one for each of the columns.
     if (blockIdx.x < tiles_across && targets.of[r].sums != nullptr) {
       add_up<T>(scratch.partials + int64_t{r} * scratch.chunks * cols, scratch.chunks, cols,
                 first_col, targets.of[r].sums);
