@@ -27,8 +27,9 @@ import torch
 
 from benchmarks import machine
 from benchmarks.pages.chart import COLOURS, text
-from benchmarks.results import write
+from benchmarks.results import result, write
 from examples.float8_training import GPT, Course, available, gpt, sources, spread, train
+from torch_fused_linear.timing import Number
 
 Runs = dict[str, list[dict[str, Any]]]
 WIDTH, LAYERS = 640, 6
@@ -107,14 +108,22 @@ def summary(runs: Runs) -> list[str]:
     return lines
 
 
+def as_results(runs: Runs) -> list[dict[str, Any]]:
+    """A result for each seed: the losses after training by arm, and the course of each run."""
+    seeds = sorted({run["seed"] for found in runs.values() for run in found})
+    rows = []
+    for seed in seeds:
+        here = {arm: r for arm, found in runs.items() for r in found if r["seed"] == seed}
+        losses = {arm: Number.once(run["validation"]) for arm, run in here.items()}
+        row = result({"suite": "float8-training", "seed": seed}, "loss", losses)
+        of_arms = {key: {arm: r[key] for arm, r in here.items()} for key in ("speed", "losses")}
+        rows.append({**row, **of_arms})
+    return rows
+
+
 def save(given: argparse.Namespace, header: dict[str, Any], runs: Runs) -> None:
-    results = [
-        {"case": {"suite": "float8-training", "arm": arm}, **run}
-        for arm, found in runs.items()
-        for run in found
-    ]
     if given.json:
-        write(given.json, header, results)
+        write(given.json, header, as_results(runs))
     if given.svg:
         given.svg.write_text(picture(runs))
 
