@@ -570,6 +570,11 @@ def test_a_tiny_training_in_fp8(device, tmp_path, capsys):
     assert float8_training.picture(runs) == files["svg"].read_text()
     lines = float8_training.summary(runs)
     assert len(lines) == len(runs) and lines[0] in capsys.readouterr().out
+    # It goes on where it was interrupted.
+    again = float8_training.main([*arguments, "--seeds", "3"])
+    before = {name: [run["losses"] for run in found] for name, found in runs.items()}
+    assert {name: [run["losses"] for run in found[:2]] for name, found in again.items()} == before
+    assert [len(found) for found in again.values()] == [3] * len(runs)
 
 
 def test_no_seed_begins_after_the_limit(capsys):
