@@ -354,6 +354,21 @@ def test_llama(device, run):
     assert all(speed > 0 for speed in found["speeds"].values())
 
 
+def test_float8_training(device, run):
+    sizes = ["--width", 32, "--layers", 1, "--context", 16, "--batch", 4, "--steps", 12]
+    runs = run("float8_training", device, *sizes, pictures=["float8_training.png"])
+    assert {"bf16", "ours"} <= set(runs)
+    losses = {arm: results[0]["losses"] for arm, results in runs.items()}
+    for arm, values in losses.items():
+        assert values[0] == pytest.approx(math.log(256), abs=0.05), arm
+        assert values[-1] < values[0] - 0.3 and len(values) == 12
+        assert runs[arm][0]["speed"] > 0
+        # FP8 is another rounding of the same run, no other run.
+        for got, want in zip(values, losses["bf16"], strict=True):
+            assert got == pytest.approx(want, rel=0.02)
+        assert arm == "bf16" or values != losses["bf16"]
+
+
 def test_accumulation(device):
     found = load("accumulation").main(["--device", str(device), "--steps", "9"])
     assert found["added"] == [9 * 4 * 6]

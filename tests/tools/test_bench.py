@@ -29,7 +29,18 @@ from processes import ROOT, python
 
 import torch_fused_linear as tfl
 from benchmarks import __main__ as bench
-from benchmarks import contenders, first_calls, gated, machine, operands, results, rivals, steps
+from benchmarks import (
+    contenders,
+    first_calls,
+    float8,
+    float8_training,
+    gated,
+    machine,
+    operands,
+    results,
+    rivals,
+    steps,
+)
 from benchmarks.__main__ import main
 from benchmarks.cases import MODELS, SUITES, Case, cases_of, makes_sense
 from benchmarks.convolutions import CONVOLUTIONS, TINY_CONVOLUTIONS, Convolution
@@ -501,6 +512,67 @@ def test_a_tiny_run_has_both_tables(device, tmp_path, monkeypatch):
         assert set(medians) == {"ours", "later", "each", "eager", "limit"}
         assert medians["each"] <= medians["ours"] and medians["limit"] == 50  # as the budget is 0
     assert len(tables.first_calls(results)) == 2 + 3 and len(tables.cold_start(results)) == 2 + 6
+
+
+# ------------------------------------------------------------------------------------------- FP8
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_tiny_run_of_fp8_steps(device, tmp_path, capsys):
+    """The compiler takes minutes on a CPU, so its contenders run on a GPU alone."""
+    path, out = tmp_path / "float8.json", ["compile", "torchao", "ours compiled"]
+    without = [] if device == "cuda" else ["--without", *out]
+    arguments = ["--tiny", "--device", device, "--seconds", "0.01", "--json", str(path)]
+    found = float8.main([*arguments, *without])
+    assert json.loads(path.read_text())["results"] == json.loads(json.dumps(found))
+    modes = float8.MODES if device == "cuda" else ("step", "saved")
+    blocks = [(case, mode) for case in float8.cases(tiny=True) for mode in modes]
+    wanted = [{**case, "mode": mode} for case, mode in blocks if "layers" not in case]
+    wanted += [{**case, "mode": "step"} for case in float8.cases(tiny=True) if "layers" in case]
+    cases = [row["case"] for row in found]
+    assert sorted(map(str, cases)) == sorted(map(str, wanted))
+    for row in found:
+        assert {"ours", "ours in bf16"} <= set(row["numbers"]) and "failed" not in row
+        assert all(number["median"] > 0 for number in row["numbers"].values())
+    assert len(capsys.readouterr().out.splitlines()) == len(found)
+
+
+def test_no_row_of_fp8_steps_begins_after_the_limit():
+    assert float8.main(["--tiny", "--device", "cpu", "--limit", "1e-9"]) == []
+
+
+def test_in_fp8_a_block_keeps_less():
+    """Of a step's tensors with a hidden layer of four widths; the weights' copies aside."""
+    case = {"sizes": [64, 256, 64], "tokens": 2048, "activation": "gelu"}
+    block = float8.Block(case, CPU)
+    ours, bf16 = (block.saved(name).median * 2**20 for name in ("ours", "ours in bf16"))
+    assert 0.5 * bf16 < ours - 2 * 64 * 256 < 0.8 * bf16
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_tiny_training_in_fp8(device, tmp_path, capsys):
+    files = {kind: tmp_path / f"training.{kind}" for kind in ("json", "svg")}
+    to = [word for kind, path in files.items() for word in (f"--{kind}", str(path))]
+    arguments = ["--tiny", "--device", device, "--seeds", "2", "--steps", "8", *to]
+    runs = float8_training.main(arguments)
+    assert {"bf16", "ours"} <= set(runs)
+    saved = json.loads(files["json"].read_text())["results"]
+    assert len(saved) == 2 * len(runs) and {r["seed"] for r in saved} == {0, 1}
+    for name, mine in runs.items():
+        assert [len(r["losses"]) for r in mine] == [8, 8], name
+        for seed, run in enumerate(mine):
+            assert run["validation"] == pytest.approx(runs["bf16"][seed]["validation"], rel=0.02)
+        assert name == "bf16" or mine[0]["losses"] != runs["bf16"][0]["losses"]
+    assert files["svg"].read_text().count("<polyline") == 2 * len(runs)
+    assert float8_training.picture(runs) == files["svg"].read_text()
+    lines = float8_training.summary(runs)
+    assert len(lines) == len(runs) and lines[0] in capsys.readouterr().out
+
+
+def test_no_seed_begins_after_the_limit(capsys):
+    runs = float8_training.main(["--tiny", "--device", "cpu", "--limit", "0.001"])
+    assert not any(runs.values())
+    assert "stopped before seed 0" in capsys.readouterr().out
 
 
 # -------------------------------------------------------------------------------- the gate of speed
