@@ -18,14 +18,14 @@ struct Kernels {
   static Quadruple cast(const Tensor& input, bool gradient, bool sum) {
     const explain::Row row(CastStep::name, input, {});
     check_matrix(row.op, "input", input);
-    return way(input, [&](auto w) { return w.cast(input, gradient, sum); });
+    return way(row.op, input, [&](auto w) { return w.cast(input, gradient, sum); });
   }
 
   static Triple activation(const Tensor& z, int64_t number) {
     const explain::Row row(ActivationStep::name, z, {});
     const auto activation = activation_of(row.op, number);
     check_matrix(row.op, "z", z);
-    return way(z, [&](auto w) { return w.activation(z, activation); });
+    return way(row.op, z, [&](auto w) { return w.activation(z, activation); });
   }
 
   static Quadruple activation_backward(const Tensor& grad, const Tensor& z, int64_t number,
@@ -34,7 +34,8 @@ struct Kernels {
     const auto activation = activation_of(row.op, number);
     check_matrix(row.op, "grad", grad);
     check_preactivation(row.op, grad, z, activation);
-    return way(grad, [&](auto w) { return w.activation_backward(grad, z, activation, sum); });
+    return way(row.op, grad,
+               [&](auto w) { return w.activation_backward(grad, z, activation, sum); });
   }
 
   static Triple gating(const Tensor& gate, const Tensor& up, int64_t number) {
@@ -42,7 +43,7 @@ struct Kernels {
     const auto activation = activation_of(row.op, number);
     check_matrix(row.op, "gate", gate);
     check_like(row.op, "up", up, gate);
-    return way(gate, [&](auto w) { return w.gating(gate, up, activation); });
+    return way(row.op, gate, [&](auto w) { return w.gating(gate, up, activation); });
   }
 
   static Octuple gating_backward(const Tensor& grad, const Tensor& gate, const Tensor& up,
@@ -52,8 +53,9 @@ struct Kernels {
     check_matrix(row.op, "grad", grad);
     check_like(row.op, "gate", gate, grad);
     check_like(row.op, "up", up, grad);
-    return way(
-        grad, [&](auto w) { return w.gating_backward(grad, gate, up, activation, together, sum); });
+    return way(row.op, grad, [&](auto w) {
+      return w.gating_backward(grad, gate, up, activation, together, sum);
+    });
   }
 
   static Tensor product(const Tensor& a, const Tensor& b, const Tensor& inverse_a,
@@ -61,17 +63,18 @@ struct Kernels {
                         const OptionalTensor& add, at::ScalarType dtype, bool fast) {
     const explain::Row row(ProductStep::name, a, b);
     check_product(row.op, {a, b, inverse_a, inverse_b, bias, add, dtype});
-    return way(
-        a, [&](auto w) { return w.product(a, b, inverse_a, inverse_b, bias, add, dtype, fast); });
+    return way(row.op, a, [&](auto w) {
+      return w.product(a, b, inverse_a, inverse_b, bias, add, dtype, fast);
+    });
   }
 
  private:
   template <typename Fn>
-  static auto way(const Tensor& like, const Fn& fn) {
+  static auto way(const char* op, const Tensor& like, const Fn& fn) {
     // ATen's operators would be cast again under autocast.
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const at::NoGradGuard no_grad;
-    return under_policy<Backend, Reference>(like, fn);
+    return under_policy<Backend, Reference>(op, like, fn);
   }
 };
 
