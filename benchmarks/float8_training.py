@@ -1,13 +1,13 @@
-"""Trains a GPT of 30 million parameters in bf16, in FP8 by torchao and in FP8 by ours, several seeds.
+"""Trains a GPT of 30 million parameters in bf16, in FP8 by torchao and by ours, with several seeds.
 
     python -m benchmarks.float8_training --json FILE --svg FILE     on a GPU, 100 seconds
     python -m benchmarks.float8_training --tiny                     on a CPU, too: does it run?
 
 The model, the text's treatment and the training are examples/float8_training.py's; the text is the
-Python sources among the installed packages and the standard library, as bytes. For a seed all arms
-start from the same weights and read the same batches. Blocks are compiled in every arm, on a GPU.
-The seeds go outermost, so that arms have equally many runs, and the numbers are written after each;
-`--limit` begins no seed that would not end in time.
+Python sources of torch and of the standard library, as bytes. For a seed all arms start from the
+same weights and read the same batches. Blocks are compiled in every arm, on a GPU. The seeds go
+outermost, so that arms have equally many runs, and the numbers are written after each; `--limit`
+begins no seed that would not end in time.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ import torch
 
 from benchmarks import machine
 from benchmarks.pages.chart import COLOURS, text
-from benchmarks.results import write
+from benchmarks.results import result, write
 from examples.float8_training import GPT, Course, available, gpt, sources, spread, train
+from torch_fused_linear.timing import Number
 
 Runs = dict[str, list[dict[str, Any]]]
 WIDTH, LAYERS = 640, 6
@@ -43,7 +44,7 @@ def smooth(losses: list[float], over: int) -> list[float]:
 
 
 def picture(runs: Runs) -> str:
-    """The losses of all runs, an arm in a colour, as an SVG: the same numbers give the same bytes."""
+    """Losses of all runs, an arm in a colour, as an SVG: the same numbers give the same bytes."""
     wide, high, left, top, right, bottom = 700, 380, 60, 60, 20, 50
     steps = max((len(r["losses"]) for results in runs.values() for r in results), default=2)
     curves = {
@@ -107,14 +108,22 @@ def summary(runs: Runs) -> list[str]:
     return lines
 
 
+def as_results(runs: Runs) -> list[dict[str, Any]]:
+    """A result for each seed: the losses after training by arm, and the course of each run."""
+    seeds = sorted({run["seed"] for found in runs.values() for run in found})
+    rows = []
+    for seed in seeds:
+        here = {arm: r for arm, found in runs.items() for r in found if r["seed"] == seed}
+        losses = {arm: Number.once(run["validation"]) for arm, run in here.items()}
+        row = result({"suite": "float8-training", "seed": seed}, "loss", losses)
+        of_arms = {key: {arm: r[key] for arm, r in here.items()} for key in ("speed", "losses")}
+        rows.append({**row, **of_arms})
+    return rows
+
+
 def save(given: argparse.Namespace, header: dict[str, Any], runs: Runs) -> None:
-    results = [
-        {"case": {"suite": "float8-training", "arm": arm}, **run}
-        for arm, found in runs.items()
-        for run in found
-    ]
     if given.json:
-        write(given.json, header, results)
+        write(given.json, header, as_results(runs))
     if given.svg:
         given.svg.write_text(picture(runs))
 
@@ -144,10 +153,10 @@ def main(arguments: list[str]) -> Runs:
     add("--limit", type=float, default=100, help="seconds for all; default: 100")
     given = parser.parse_args(arguments)
     begin = time.perf_counter()
-    batch, context, most = (4, 16, 2**18) if given.tiny else (32, 512, 2**25)
+    batch, context, most = (4, 16, 2**18) if given.tiny else (32, 512, 2**24)
     width, layers = (TINY_WIDTH, TINY_LAYERS) if given.tiny else (WIDTH, LAYERS)
     course = Course(given.steps, batch, context, 1e-3, given.device)
-    folders = [Path(sysconfig.get_path(name)) for name in ("purelib", "stdlib")]
+    folders = [Path(torch.__file__).parent, Path(sysconfig.get_path("stdlib"))]
     texts = sources(folders[1:] if given.tiny else folders, most)
     header = machine.header(torch.device(given.device), arguments)
     models = {arm: prepared(arm, course, texts, width, layers) for arm in available()}

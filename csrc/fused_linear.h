@@ -49,14 +49,14 @@ Tensor linear_relu2(const Tensor& input,                     // [*, in]
                     const std::optional<Tensor>& bias = {},  // [out]
                     std::string_view memory = "default");
 
-// Layers in a chain, the activation ("relu", "gelu_tanh", "gelu_erf", "silu" or "relu2") between
-// them and none after the last: one operator, one node.
+// Linear layers with an activation between them ("relu", "gelu_tanh", "gelu_erf", "silu" or
+// "relu2") and none after the last: one operator, one node.
 Tensor mlp(const Tensor& input,                             // [*, in]
            at::TensorList weights,                          // [hidden, in], ..., [out, hidden]
            const c10::List<std::optional<Tensor>>& biases,  // [hidden], ..., [out], or None
            std::string_view activation, std::string_view memory = "default");
 
-// The gated layer: y = act(x gateᵀ + gate_bias) ⊙ (x upᵀ + up_bias). Without up, gate is both
+// A gated layer, y = act(x gateᵀ + gate_bias) ⊙ (x upᵀ + up_bias). Without up, gate holds both
 // weights, [2 hidden, in], gate's rows first, and gate_bias both biases. activation is "silu",
 // "gelu_tanh", "gelu_erf", "relu" or "relu2".
 Tensor linear_glu(const Tensor& input,                          // [*, in]
@@ -66,8 +66,8 @@ Tensor linear_glu(const Tensor& input,                          // [*, in]
                   const std::optional<Tensor>& up_bias = {},    // [hidden]
                   std::string_view activation = "silu", std::string_view memory = "default");
 
-// The block that language models have between their attentions: the gated layer and a linear one
-// after it, as one operator and one node.
+// The feed-forward block of language models: a gated layer and a linear layer after it, as one
+// operator and one node.
 Tensor gated_mlp(const Tensor& input,                          // [*, in]
                  const Tensor& gate,                           // [hidden, in]
                  const std::optional<Tensor>& up,              // [hidden, in]
@@ -101,17 +101,18 @@ Tensor conv2d_relu(const Tensor& input,   // [batch, in, height, width] or [in, 
                    at::IntArrayRef stride = 1, at::IntArrayRef padding = 0,
                    at::IntArrayRef dilation = 1, int64_t groups = 1);
 
-// The same where sizes may be symbols
+// conv2d_relu for symbolic sizes
 Tensor conv2d_relu_symint(const Tensor& input, const Tensor& weight,
                           const std::optional<Tensor>& bias, c10::SymIntArrayRef stride,
                           c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation,
                           c10::SymInt groups);
 
-// The steps that autograd is made of, for a backward of your own.
+// The steps of forward and backward, for a backward of your own.
 namespace steps {
 
-// -> output [*, out] and what its derivative is read from: for ReLU the bit mask of z >= 0, uint8
-// [*, roundup(out, 128) / 8], else the pre-activation [*, out], whose rows are padded to 8 elements
+// -> output [*, out] and the tensor that its derivative is read from: for ReLU the bit mask of
+// z >= 0, uint8 [*, roundup(out, 128) / 8], else the pre-activation [*, out], whose rows are padded
+// to 8 elements
 std::tuple<Tensor, Tensor> linear_aux(const Tensor& input, const Tensor& weight,
                                       const std::optional<Tensor>& bias, Activation activation);
 
@@ -120,7 +121,7 @@ std::tuple<Tensor, Tensor> linear_aux(const Tensor& input, const Tensor& weight,
 // -> uint8 [*, roundup(out, 128) / 8]
 Tensor relu_mask(const Tensor& output);  // [*, out]
 
-// linear_relu and the relu_mask of it
+// linear_relu and its relu_mask
 std::tuple<Tensor, Tensor> linear_relu_bits(const Tensor& input, const Tensor& weight,
                                             const std::optional<Tensor>& bias = {});
 
@@ -130,14 +131,14 @@ std::tuple<Tensor, Tensor> activation_backward(
     const Tensor& saved,        // ReLU's output or bit mask, else the pre-activation
     Activation activation, bool bias_grad);
 
-// The same for a convolution with ReLU: the sum is one for each channel. dz is channels-last where
+// activation_backward for a convolution with ReLU: one sum for each channel. dz is channels-last if
 // output is.
 std::tuple<Tensor, Tensor> channels_relu_backward(
     const Tensor& grad_output,  // [batch, out, height, width]
     const Tensor& output,       // [batch, out, height, width]
     bool bias_grad);
 
-// What a layer's backward works on. Refers to the caller's tensors.
+// The arguments of a layer's backward. Refers to the caller's tensors.
 struct LinearBackward {
   const Tensor& grad_output;           // [*, out]
   const Tensor& input;                 // [*, in]
@@ -147,36 +148,36 @@ struct LinearBackward {
   std::array<bool, 3> wanted{true, true, true};  // gradients of input, weight, bias
 };
 
-// The layer whose output is the input.
+// The layer before, whose output is the input.
 struct PreviousLayer {
   const Tensor& saved;  // [*, in]
   Activation activation;
   bool bias_grad;
 };
 
-// -> gradients of input, weight and bias; those not wanted are [0]
+// -> gradients of input, weight and bias; unwanted ones are [0]
 std::tuple<Tensor, Tensor, Tensor> linear_backward(const LinearBackward& layer);
 
-// The weight's gradient alone, gradᵀ · input, added to what is there or written in its place;
-// without input the bias's, the sum of grad's rows.
+// Computes the weight's gradient alone, gradᵀ · input, and adds it to `into` or overwrites it.
+// Without input it is the bias's gradient, the sum of grad's rows.
 void weight_gradient(const Tensor& grad_output,           // [*, out]
                      const std::optional<Tensor>& input,  // [*, in]
                      const Tensor& into,  // [out, in] or [out], of their dtype or fp32
                      bool adds);
 
-// linear_backward, and on into the previous layer: its act' is applied to the gradient of input,
-// and summed over all rows. What cuBLASLt's DRELU_BGRAD and DGELU_BGRAD are made for.
+// linear_backward that goes on into the previous layer: it applies that layer's act' to the
+// gradient of input, and sums it over all rows, as cuBLASLt's DRELU_BGRAD and DGELU_BGRAD do.
 // wanted[0] is not read.
 // -> dz of the previous layer, gradients of weight and bias, bias gradient of the previous layer
 std::tuple<Tensor, Tensor, Tensor, Tensor> linear_backward_across(const LinearBackward& layer,
                                                                   const PreviousLayer& previous);
 
-// act(gate) ⊙ up of pre-activations, in one pass over memory. Without up, gate is both, [*, 2
-// hidden], gate's features first.
+// Computes act(gate) ⊙ up of pre-activations in one pass over memory. Without up, gate holds both,
+// [*, 2 hidden], gate's features first.
 Tensor glu(const Tensor& gate, const std::optional<Tensor>& up, Activation activation);
 
-// A gated layer whole: -> its output [*, hidden] and, kept or [0], the pre-activations. Without up,
-// gate is both weights, and the first pre-activation both, the second [0].
+// A gated layer -> its output [*, hidden] and the pre-activations, or [0] if they are not kept.
+// Without up, gate holds both weights, and the first pre-activation holds both, the second is [0].
 std::tuple<Tensor, Tensor, Tensor> linear_glu_aux(const Tensor& input, const Tensor& gate,
                                                   const std::optional<Tensor>& up,
                                                   const std::optional<Tensor>& gate_bias,
@@ -188,14 +189,14 @@ struct GluBackward {
   const Tensor& gate;               // pre-activations, as above
   const std::optional<Tensor>& up;  //
   Activation activation;
-  // gradients of gate, up, gate's bias, up's bias; what glu gave
+  // gradients of gate, up, gate's bias, up's bias; the result of glu
   std::array<bool, 5> wanted{true, true, true, true, true};
-  // Of the layer after it, [out, hidden]: then grad_output is of what that makes of h.
+  // The weight of the layer after it, [out, hidden]: grad_output is then of that layer's output.
   std::optional<Tensor> down = {};
 };
 
-// The gradients of the pre-activations, their sums over all rows and, again, what glu gave, in one
-// pass over memory. Those not wanted are [0]; without up the first and the third are of both.
+// Computes the gradients of the pre-activations, their sums over all rows and the result of glu
+// again, in one pass over memory. Unwanted ones are [0]; without up the first and third hold both.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> glu_backward(const GluBackward& step);
 
 }  // namespace steps

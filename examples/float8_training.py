@@ -9,11 +9,11 @@ differ in what runs: torchao casts layer by layer, ours takes a feed-forward blo
 so that an activation and the cast of its result are one pass over memory. The weights are fp32 and
 autocast makes the rest bf16; embeddings, norms, attention and the last layer are bf16 in all three.
 
-The text is what every machine has, the sources of Python's own library as bytes. All start from the
-same weights and read the same batches, so that the losses differ by rounding alone. FP8 rounds to
-four digits in binary, so a curve leaves the bf16 one after a few steps, as it would by another seed;
-`--seeds` trains several and tells the spread between them. benchmarks/float8_training.py does that
-with 30 million parameters.
+The text is what every machine has, the sources of Python's own library as bytes. All start from
+the same weights and read the same batches, so that the losses differ by rounding alone. FP8 rounds
+to four digits in binary, so a curve leaves the bf16 one after a few steps, as it would by another
+seed; `--seeds` trains several and tells the spread between them. benchmarks/float8_training.py does
+that with 30 million parameters.
 
     python examples/float8_training.py
 """

@@ -77,7 +77,7 @@ def conv2d_relu(input, weight, *args, out_shape, **kwargs) -> int:
 
 
 def float8_product(a, b, *args, **kwargs) -> int:
-    """Of a product [M, K] with [N, K]."""
+    """Counts a product of [M, K] with [N, K]."""
     return 2 * prod(a) * b[0]
 
 

@@ -407,25 +407,24 @@ def float8_linear(
     *,
     activation: Activation | Literal["none"] = "none",
 ) -> Tensor:
-    r"""Applies :math:`y = \text{act}(xW^T + b)` with products in FP8.
+    r"""Applies a linear layer with its product in FP8, :math:`y = \text{act}(xW^T + b)`.
 
-    The recipe is torchao's ``tensorwise``: the input and the weight are cast to ``float8_e4m3fn``
-    and the gradient of the output to ``float8_e5m2``, each with one scale for the tensor, made of
-    its largest absolute value. The casts have torchao's bits. The bias is added before the result
-    is rounded, once. :func:`float8_mlp` and :func:`float8_gated_mlp` are whole blocks.
+    The recipe is torchao's ``tensorwise``. Input and weight are cast to ``float8_e4m3fn`` and the
+    gradient of the output to ``float8_e5m2``. Each tensor has one scale, from its largest absolute
+    value. The casts have torchao's bits. The bias is added before the result is rounded, once.
 
-    Sizes that FP8 products cannot have run in the dtype of ``input`` instead: features that are no
-    multiple of 16; a number of rows that is none, where the weight's gradient is wanted; nothing at
-    all. So does a GPU without FP8, which needs compute capability 8.9. :class:`explain` says so.
+    FP8 products need sizes that are multiples of 16: the features, and the number of rows if the
+    weight's gradient is wanted. Other sizes and empty inputs run in the dtype of ``input``, and so
+    does a GPU without FP8, which starts at compute capability 8.9. :class:`explain` says so.
 
-    The gradients cannot be differentiated again. Weights' gradients are not added to what is there
-    (:func:`accumulate_gradients`). ``vmap``, ``torch.func`` and forward-mode AD raise.
+    Gradients cannot be differentiated again, and :func:`accumulate_gradients` does not cover them.
+    ``vmap``, ``torch.func`` and forward-mode AD raise.
 
     Args:
         input: :math:`(*, \text{in\_features})`, any strides; bf16, fp16 or fp32.
-        weight: :math:`(\text{out\_features}, \text{in\_features})`, any of these dtypes: a master
-            weight in fp32 is cast to FP8 as it is.
-        bias: :math:`(\text{out\_features})` or ``None``, any of these dtypes.
+        weight: :math:`(\text{out\_features}, \text{in\_features})`; bf16, fp16 or fp32. A master
+            weight in fp32 is cast to FP8 directly.
+        bias: :math:`(\text{out\_features})` or ``None``; bf16, fp16 or fp32.
         activation: ``'none'``, ``'relu'``, ``'gelu_tanh'``, ``'gelu_erf'``, ``'silu'`` or
             ``'relu2'``.
 
@@ -434,13 +433,13 @@ def float8_linear(
 
     Raises:
         RuntimeError: shapes or devices do not fit.
-        NotImplementedError: a dtype, layout or class of tensors that FP8 has no kernel for.
+        NotImplementedError: FP8 has no kernel for a dtype, a layout or a tensor subclass.
         ValueError: ``activation`` is none of these.
 
-    Example::
+    Examples::
 
         >>> x, w = torch.randn(64, 32), torch.randn(16, 32)
-        >>> torch_fused_linear.float8_linear(x, w, activation="relu").shape
+        >>> float8_linear(x, w, activation="relu").shape
         torch.Size([64, 16])
     """
     if is_compiling() or (y := direct.float8_linear(input, weight, bias, activation)) is None:
@@ -454,16 +453,18 @@ def float8_mlp(
     biases: list[Tensor | None],
     activation: Activation = "relu",
 ) -> Tensor:
-    r"""Applies linear layers in a chain with products in FP8, the activation between them.
+    r"""Applies linear layers with products in FP8, with an activation between them and none after
+    the last.
 
-    It is :func:`mlp` by the recipe of :func:`float8_linear`, as one node of the graph. An
-    activation and the next layer's cast are one pass over memory, and so are an activation's
+    It is :func:`mlp` by the recipe of :func:`float8_linear`, as one node of the autograd graph. An
+    activation and the next layer's cast are one pass over memory. So are an activation's
     derivative, its cast and the bias's gradient. The backward keeps the FP8 copies of inputs and
-    weights, and each hidden pre-activation; of ReLU one bit for each element.
+    weights, and each hidden pre-activation; for ReLU one bit for each element instead.
 
     Args:
         input: :math:`(*, \text{features}_0)`, any strides; bf16, fp16 or fp32.
-        weights: one or more, :math:`(\text{features}_{i+1}, \text{features}_i)`.
+        weights: one or more, :math:`(\text{features}_{i+1}, \text{features}_i)`; bf16, fp16 or
+            fp32.
         biases: for each weight :math:`(\text{features}_{i+1})` or ``None``.
         activation: ``'relu'``, ``'gelu_tanh'``, ``'gelu_erf'``, ``'silu'`` or ``'relu2'``.
 
@@ -472,8 +473,15 @@ def float8_mlp(
 
     Raises:
         RuntimeError: shapes or devices do not fit.
-        NotImplementedError: a dtype, layout or class of tensors that FP8 has no kernel for.
-        ValueError: there is no weight, not a bias for each, or ``activation`` is none of these.
+        NotImplementedError: FP8 has no kernel for a dtype, a layout or a tensor subclass.
+        ValueError: there is no weight, the number of biases differs from that of weights, or
+            ``activation`` is none of these.
+
+    Examples::
+
+        >>> x, w1, w2 = torch.randn(32, 16), torch.randn(64, 16), torch.randn(16, 64)
+        >>> float8_mlp(x, [w1, w2], [None, None], "gelu_tanh").shape
+        torch.Size([32, 16])
     """
     if is_compiling() or (y := direct.float8_mlp(input, weights, biases, activation)) is None:
         y = _dispatched("float8_mlp", input, weights, biases, activation)
@@ -493,10 +501,10 @@ def float8_gated_mlp(
 ) -> Tensor:
     r"""Applies the gated feed-forward block of language models with products in FP8.
 
-    It is :func:`gated_mlp` by the recipe of :func:`float8_linear`, as one node of the graph.
-    ``gate`` and ``up`` have a scale each, as two layers of torchao's have; one weight for both has
-    one. The backward keeps the FP8 copies of the input, of what goes into ``down`` and of the
-    weights, and the two pre-activations.
+    It is :func:`gated_mlp` by the recipe of :func:`float8_linear`, as one node of the autograd
+    graph. ``gate`` and ``up`` have a scale each, like two layers of torchao's. If one weight holds
+    both, it has one scale. The backward keeps the FP8 copies of the input, of the input of ``down``
+    and of the weights, and the two pre-activations.
 
     Args:
         input: :math:`(*, \text{in\_features})`, any strides; bf16, fp16 or fp32.
@@ -514,9 +522,15 @@ def float8_gated_mlp(
 
     Raises:
         RuntimeError: shapes or devices do not fit.
-        NotImplementedError: a dtype, layout or class of tensors that FP8 has no kernel for.
-        ValueError: ``activation`` is none of these; without ``up``, ``gate`` cannot be halved or
-            ``up_bias`` is given.
+        NotImplementedError: FP8 has no kernel for a dtype, a layout or a tensor subclass.
+        ValueError: ``activation`` is none of these; without ``up``, ``gate`` has an odd number of
+            rows or ``up_bias`` is given.
+
+    Examples::
+
+        >>> x, gate, up = torch.randn(32, 16), torch.randn(64, 16), torch.randn(64, 16)
+        >>> float8_gated_mlp(x, gate, up, torch.randn(16, 64)).shape
+        torch.Size([32, 16])
     """
     tensors = (input, gate, up, down, gate_bias, up_bias, down_bias)
     if is_compiling() or (y := direct.float8_gated_mlp(*tensors, activation)) is None:

@@ -77,6 +77,7 @@ struct Kernels {
     // ATen's operators would be cast again under autocast.
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const at::NoGradGuard no_grad;
+    refuse_batch_dependence(op, like, "precision 'default'", "FP8 with one scale for all rows");
     return under_policy<Backend, Reference>(op, like, fn);
   }
 };

@@ -1,5 +1,5 @@
-// What is plain: a marked layer that only applies its parameters, an activation of ours, tensors
-// that fit, as torch_fused_linear/fuse/plain.py has it.
+// Decides what is plain: a marked layer that only applies its parameters, an activation of ours,
+// tensors that fit. torch_fused_linear/fuse/plain.py defines it.
 #pragma once
 
 #include <torch/csrc/autograd/python_variable.h>

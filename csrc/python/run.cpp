@@ -253,7 +253,7 @@ PyObject* sequence(PyObject*, PyObject* const* given, Py_ssize_t count) {
 
 // ---- gated layers ------------------------------------------------------------------------------
 
-// What stands behind a gated layer: dropouts that act, and a layer.
+// The functions after a gated layer: dropouts that act, and a layer.
 struct After {
   std::vector<PyObject*> drops;
   std::optional<Ready> down;

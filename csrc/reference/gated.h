@@ -21,6 +21,12 @@ inline std::pair<Tensor, Tensor> parts(const Tensor& gate, const OptionalTensor&
 
 // The derivative is read from gate, also ReLU's: that is positive where its output is.
 struct GluFormula {
+  static std::pair<Tensor, Tensor> parts(const Tensor& gate, const OptionalTensor& up) {
+    const auto [first, second] = reference::parts(gate, up);
+    return has_value(up) ? std::pair(first, second)
+                         : std::pair(may_be_kept(first), may_be_kept(second));
+  }
+
   static Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation activation) {
     const auto [first, second] = parts(gate, up);
     return activate(first, activation) * second;

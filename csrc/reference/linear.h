@@ -28,6 +28,16 @@ inline Tensor as_rows(const Tensor& tensor) {
   return tensor.reshape_symint({rows, tensor.sym_size(-1)});
 }
 
+// The tensor, or where a graph is recorded a copy: torch splits such a graph into forward and
+// backward, may keep any view for the backward, and refuses a forward in the body of `scan` whose
+// results share memory with its inputs or with each other.
+inline Tensor may_be_kept(const Tensor& tensor) {
+  return is_traced(tensor) ? tensor.clone(at::MemoryFormat::Contiguous) : tensor;
+}
+inline Tensor kept_rows(const Tensor& tensor) {
+  return tensor.dim() == 2 ? tensor : as_rows(may_be_kept(tensor));
+}
+
 // torch's own backward takes these products for a weight and an input of these layouts.
 inline Tensor weight_gradient(const Tensor& grad, const Tensor& input, const Tensor& weight) {
   return grad_lies_by_columns(weight) ? at::mm(input.t(), grad).t() : at::mm(grad.t(), input);
@@ -148,7 +158,7 @@ struct LinearFormula {
     }
     const auto rows = as_rows(gradient);
     return {layer.wanted[0] ? input_gradient(gradient, layer.weight, layer.input) : none(),
-            layer.wanted[1] ? reference::weight_gradient(rows, as_rows(layer.input), layer.weight)
+            layer.wanted[1] ? reference::weight_gradient(rows, kept_rows(layer.input), layer.weight)
                             : none(),
             layer.wanted[2] ? rows.sum(0) : none()};
   }

@@ -264,9 +264,11 @@ def test_memory_kept_for_the_backward(kind, most):
     model = Gated(width, hidden) if kind == "gated" else Mlp(kind, width, hidden)
     model.to("cuda", BF16)
 
+    x = random(tokens, width).requires_grad_()
+
     def kept(call):
-        """Bytes, the block's input among them, which a layer before would have made."""
-        make = lambda: call(random(tokens, width).requires_grad_()).sum().grad_fn  # noqa: E731
+        """Bytes; the input is made anew, as by a layer before: a leaf would live as long."""
+        make = lambda: call(x + 0).sum().grad_fn  # noqa: E731
         make()
         before = torch.cuda.memory_allocated()
         graph = make()

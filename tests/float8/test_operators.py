@@ -310,6 +310,16 @@ def test_gated_sizes_that_fp8_cannot_have():
 # --- what is refused ------------------------------------------------------------------------------
 
 
+def test_refused_where_rows_must_not_depend_on_others():
+    (w,), _ = parameters([32, 48], grad=False)
+    tfl.set_policy("batch_invariant")
+    try:
+        with pytest.raises(NotImplementedError, match="expected precision 'default', got FP8 with"):
+            tfl.float8_linear(torch.randn(4, 32), w)
+    finally:
+        tfl.set_policy("auto")
+
+
 def r(*shape, dtype=torch.float32):
     return torch.randn(shape).to(dtype)
 

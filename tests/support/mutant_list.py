@@ -426,13 +426,13 @@ torch_fused_linear/fuse/plain.py: tests/fuse/test_fuse_trees.py
 -objection(module) or has_any_global_hook()
 +objection(module)
 # a patched class unseen
--known = cls.forward is forward and cls.__call__
-+known = cls.__call__
+-known = kind and cls.forward is forward and cls.__call__
++known = kind and cls.__call__
 # a child of nn.Linear taken
 -if kind is None and full_name(cls) != CONV1D:
 +if kind is None and not isinstance(value, nn.Linear):
 # one GELU for the other
--return name_of_gelu(function.approximate) if
+-return name_of_gelu(module.approximate) if
 +return "gelu_tanh" if
 # a training dropout left out
 -return p if training else 0
@@ -443,8 +443,8 @@ torch_fused_linear/fuse/run.py: tests/fuse/test_fuse_trees.py tests/fuse/test_fu
 -            weights, biases = [weight for weight, _ in held], [bias for _, bias in held]
 +            weights, biases = [weight for weight, _ in held], [None for _ in held]
 # the two layers of a gate exchanged
--    return _gated((x, one[0], other[0], one[1], other[1]), kind, gate, after)
-+    return _gated((x, other[0], one[0], other[1], one[1]), kind, gate, after)
+-    return Decision._gated((x, one[0], other[0], one[1], other[1]), kind, gate, after)
++    return Decision._gated((x, other[0], one[0], other[1], one[1]), kind, gate, after)
 # a module that exchanges those after it
 -        functions = [*module._modules.values()]  # it may have changed them
 

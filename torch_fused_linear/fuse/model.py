@@ -334,7 +334,7 @@ def _part(held: object, index: ast.expr) -> list[object]:
 
 
 def _slice(held: object, index: ast.Slice) -> list[object]:
-    """What a slice holds; all that it may hold where its bounds are no constants."""
+    """Returns the objects in a slice; all of them if its bounds are no constants."""
     return [*children(held).values()][slice(*bounds_of(index) or WHOLE)]
 
 

@@ -20,7 +20,7 @@ _MOVING_METHODS = ("chunk", "split", "to")
 
 
 def is_beside_one(linear: Linear) -> bool:
-    """Whether the layer's input was gathered, or its result is reduced and scattered."""
+    """Returns whether the layer's input was gathered, or its result is reduced and scattered."""
     return _reaches("all_gather_into_tensor", [linear.input], lambda n: n.all_input_nodes) or (
         _reaches("reduce_scatter_tensor", linear.nodes[-1].users, lambda n: n.users)
     )
@@ -29,7 +29,7 @@ def is_beside_one(linear: Linear) -> bool:
 def _reaches(
     collective: str, starts: Iterable[Node], step: Callable[[Node], Iterable[Node]]
 ) -> bool:
-    """Whether the collective is among the nodes, or behind some that only move elements."""
+    """Returns whether the collective is among the nodes, or after some that only move elements."""
     open_ends = list(starts)
     seen = set(open_ends)
     while open_ends:

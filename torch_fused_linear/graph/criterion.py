@@ -1,8 +1,8 @@
-"""What pays in a compiled graph: an operator of ours, or its formula in ATen.
+"""Decides what pays in a compiled graph: an operator of ours, or its formula in ATen.
 
-An operator is opaque to the compiler, which fuses a formula with what stands around it. So an
-operator pays where it saves a pass over memory that nothing else makes anyway. Passes are counted
-in numbers that are read or written for each element of a layer's result.
+An operator is opaque to the compiler, which fuses a formula with its neighbours. So an operator
+pays if it saves a pass over memory that nothing else makes anyway. Passes are counted in numbers
+that are read or written for each element of a layer's result.
 """
 
 from functools import cache
@@ -54,7 +54,7 @@ def is_static(*tensors: Tensor) -> bool:
 
 
 def has_choice(*tensors: Tensor) -> bool:
-    """Whether a decision between an operator and its formula is to be made at all."""
+    """Returns whether there is a decision to make between an operator and its formula."""
     if not is_static(*tensors) or get_policy() == "batch_invariant":
         return False  # a formula rounds at other places
     return bandwidth_of(tensors[0].device) is not None
@@ -64,8 +64,9 @@ def has_choice(*tensors: Tensor) -> bool:
 
 
 def is_between_passes(result: Node) -> bool:
-    """Whether kernels of the compiler read the activation's result, and make its gradient. They may
-    as well begin with the activation, and end with its derivative."""
+    """Returns whether kernels of the compiler read the activation's result and make its gradient.
+    They can begin with the activation and end with its derivative.
+    """
     return _reads(result) and _makes_gradient(result)
 
 
@@ -102,7 +103,7 @@ def _is_pass(node: Node) -> bool:
 
 
 def _name(node: Node) -> str:
-    """What ATen calls the node's function."""
+    """Returns ATen's name of the node's function."""
     if node.op not in ("call_function", "call_method"):
         return ""
     target = getattr(node.target, "overloadpacket", node.target)
@@ -114,9 +115,12 @@ def _name(node: Node) -> str:
 
 
 def compiler_gates(result: Tensor, gate_bias, up_bias, down: Tensor | None, activation) -> bool:
-    """Whether the pass of a gated layer's backward is the compiler's. Ours sums the gradients of
-    biases, for which the compiler reads all once more; and on Hopper GPUs one of our products has
-    the pass in it (csrc/gemm/hopper.h), which hides it by sums as long as a tile's pass."""
+    """Returns whether the pass of a gated layer's backward is left to the compiler.
+
+    Our pass also sums the gradients of biases, for which the compiler reads everything once more.
+    On Hopper GPUs one of our products has the pass in it (csrc/gemm/hopper.h), and hides it if its
+    sums are long enough.
+    """
     if any(bias is not None and bias.requires_grad for bias in (gate_bias, up_bias)):
         return False
     if down is None or activation == "relu":

@@ -1,4 +1,4 @@
-"""What a node of a graph of torch calls does beside giving a result."""
+"""The side effects of a node in a graph of torch calls."""
 
 import inspect
 from functools import cache
@@ -23,8 +23,9 @@ _KNOWN = (
 
 
 def switches_mode(node: Node) -> bool:
-    """Whether the nodes after it may run in another mode (autocast, gradients, ...) than those
-    before it. A call without a value that nobody uses is made for what it does."""
+    """Returns whether the nodes after it may run in another mode (autocast, gradients, ...) than
+    those before it. A call without a value that nothing uses is made for its side effect.
+    """
     if node.op not in ("call_function", "call_method"):
         return False
     idle = not node.users and not node.meta.keys() & {"example_value", "val"}
@@ -32,8 +33,9 @@ def switches_mode(node: Node) -> bool:
 
 
 def may_write(node: Node) -> bool:
-    """Whether the node may write to a tensor that it has not made. Numbers drawn at random, as by
-    dropout, are no such thing: our operators draw none."""
+    """Returns whether the node may write to a tensor that it has not made. Drawing random numbers,
+    as dropout does, does not count: our operators draw none.
+    """
     if node.op not in ("call_function", "call_method"):
         return node.op == "call_module"
     target = node.target
@@ -68,7 +70,7 @@ _aten = cache(aten_schemas)
 
 
 def _writes(node: Node, schema: torch.FunctionSchema) -> bool:
-    """Whether it is given what the schema declares to be written."""
+    """Returns whether it is given an argument that the schema declares as written."""
     return any(
         argument.alias_info is not None
         and argument.alias_info.is_write
@@ -93,7 +95,7 @@ def _named(node: Node, schemas: list[torch.FunctionSchema]) -> dict[str, Any] | 
 
 
 def _writes_undeclared(arguments: dict[str, Any]) -> bool:
-    """What operators and functions write without declaring it is told by their arguments."""
+    """Returns whether the arguments make operators and functions write without declaring it."""
     if arguments.get("inplace") or arguments.get("out") is not None:
         return True
     if arguments.get("max_norm") is not None:  # of embeddings, whose rows are then normalised

@@ -240,8 +240,9 @@ class _Rewrite:
         return not any(min(places) < i < max(places) for i in self.switches)
 
     def may_join(self, nodes: list[Node]) -> bool:
-        """Whether the first of the nodes may be run where the last is: nothing that it reads is
-        written in between, and the mode is the same."""
+        """Returns whether the first of the nodes may run where the last is: nothing that it reads
+        is written in between, and the mode is the same.
+        """
         places, members = [self.order[node] for node in nodes], set(nodes)
         writers = [self.order[node] for node in self.writers if node not in members]
         is_written = any(min(places) < i < max(places) for i in writers)
@@ -266,7 +267,7 @@ class _Rewrite:
         return activation.operator
 
     def leaves_activation(self, layer: _Layer) -> bool:
-        """Whether the compiler's own kernels have a place for it."""
+        """Returns whether the compiler's own kernels can take the activation."""
         linear = layer.linear
         if layer.activation is None or self.memory_of(linear) == "low":
             return False

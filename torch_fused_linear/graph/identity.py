@@ -13,7 +13,7 @@ SOURCES = (*sorted(Path(__file__).parent.glob("*.py")), Path(activations.__file_
 
 @cache
 def fingerprint() -> str:
-    """Of what a pass does: its source and the library's."""
+    """Returns a digest of a pass's behaviour: its source and the library's."""
     # Not torch's get_hash_for_files, which remembers one result only.
     hasher = sha256(str(_library.build_info().get("fingerprint")).encode())
     for path in SOURCES:

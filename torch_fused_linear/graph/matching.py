@@ -56,7 +56,7 @@ def value(node: Node) -> FakeTensor | None:
 
 
 def same(a, b) -> bool:
-    """Whether two sizes, or lists of them, are equal without a guard that says so."""
+    """Returns whether two sizes, or lists of them, are equal without a guard that says so."""
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     return statically_known_true(a == b)
@@ -86,7 +86,7 @@ def _product(node: Node) -> Linear | None:
 
 
 def untransposed(node: Node) -> Node | None:
-    """What the node is the transposed matrix of."""
+    """Returns the node that this one is the transposed matrix of, or None."""
     what, args = kind(node), node.args
     swaps = {
         "t": lambda: len(args) == 1,
@@ -122,7 +122,7 @@ def dtype_of(node: Node) -> torch.dtype | None:
 
 
 def has_kernel(fakes: list[FakeTensor]) -> bool:
-    """Whether the operators are for tensors of these dtypes and layouts, and of one device."""
+    """Returns whether the operators take these dtypes and layouts, on one device."""
     device = fakes[0].device
     if any(f.dtype not in DTYPES or f.layout != torch.strided or f.device != device for f in fakes):
         return False
@@ -161,7 +161,7 @@ def find_activation(node: Node) -> Activation | None:
 
 
 def _is_narrowed(activation: Activation, dtype: torch.dtype) -> bool:
-    """Whether all that is done with the result is products, which take it in this dtype."""
+    """Returns whether only products use the result, and in this dtype."""
     *_, (end, _) = walk(activation.nodes[-1])
     return all(kind(n) in _PRODUCTS and dtype_of(n) == dtype for n in end.users)
 

@@ -19,7 +19,7 @@ def memory_repr(memory: str) -> str:
 
 
 def precision_repr(precision: str) -> str:
-    """What the layer's repr says of it: nothing, of the default."""
+    """Returns the part of a layer's repr about precision: nothing for the default."""
     return "" if precision == "default" else f", precision={precision!r}"
 
 
