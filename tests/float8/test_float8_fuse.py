@@ -246,7 +246,7 @@ RECIPES = {
     "fast": ({"gemm_config_grad_weight": FAST}, "another product for grad_weight"),
     "rows": (
         {"cast_config_input": axiswise, "cast_config_weight": axiswise},
-        "another cast of input",
+        "another cast_config_input",
     ),
     "all-gather": ({"enable_fsdp_float8_all_gather": True}, "not a plain nn.Parameter"),
 }
@@ -266,7 +266,7 @@ def test_recipes_by_name(recipe):
     config = Config.from_recipe_name(recipe)
     model = float8.convert_to_float8_training(Mlp(), config=config)
     (skipped,) = tfl.fuse_(model).skipped
-    assert skipped.reason == "its recipe is not torchao's tensorwise: another cast of input"
+    assert skipped.reason == "its recipe is not torchao's tensorwise: another cast_config_input"
     model = float8.convert_to_float8_training(Mlp(), config=Config.from_recipe_name("tensorwise"))
     assert tfl.fuse_(model).fused
 

@@ -38,12 +38,17 @@ class Tensorwise:
     def objection(cls, layer: nn.Module, weight: Tensor) -> str | None:
         """Why torchao must compute this layer, or None."""
         config, products = layer.config, layer.linear_mm_config
-        for name in ("input", "input_for_grad_weight", "weight", "weight_for_grad_input"):
-            if cls._is_other_cast(getattr(config, f"cast_config_{name}"), torch.float8_e4m3fn):
-                return f"its recipe is not torchao's tensorwise: another cast of {name}"
-        for name in ("grad_output", "grad_output_for_grad_weight"):
-            if cls._is_other_cast(getattr(config, f"cast_config_{name}"), torch.float8_e5m2):
-                return f"its recipe is not torchao's tensorwise: another cast of {name}"
+        for name in (
+            "cast_config_input",
+            "cast_config_input_for_grad_weight",
+            "cast_config_weight",
+            "cast_config_weight_for_grad_input",
+        ):
+            if cls._is_other_cast(getattr(config, name), torch.float8_e4m3fn):
+                return f"its recipe is not torchao's tensorwise: another {name}"
+        for name in ("cast_config_grad_output", "cast_config_grad_output_for_grad_weight"):
+            if cls._is_other_cast(getattr(config, name), torch.float8_e5m2):
+                return f"its recipe is not torchao's tensorwise: another {name}"
         if config.round_scales_to_power_of_2:
             return "its recipe is not torchao's tensorwise: scales are powers of two"
         if config.enable_fsdp_float8_all_gather:
