@@ -165,11 +165,12 @@ constexpr int rows_of_a_load = std::max(4, (Source::operands == 1   ? 16
                                                                     : 4) /
                                                (int{sizeof(typename Source::T)} / 2));
 
-// Without a bound the compiler widens all that has been loaded at once.
-template <typename Source>
-constexpr int cast_blocks = Source::results == 1              ? 5
-                            : sizeof(typename Source::T) == 2 ? 4
-                                                              : 3;
+// Without a bound the compiler widens all that has been loaded at once. `made` is the number of
+// results, and of what is made again.
+template <typename Source, int made>
+constexpr int cast_blocks = made == 1                                      ? 5
+                            : made == 2 && sizeof(typename Source::T) == 2 ? 4
+                                                                           : 3;
 
 template <__nv_fp8_interpretation_t kind>
 constexpr double top = kind == __NV_E4M3 ? 448.0 : 57344.0;
@@ -207,14 +208,16 @@ struct Targets {
   Target of[results];
 };
 
-// A thread casts 16 rows of eight columns, and transposes them in its registers.
-template <typename Source, __nv_fp8_interpretation_t kind>
-__global__ void __launch_bounds__(cast_threads, cast_blocks<Source>)
+// A thread casts 16 rows of eight columns, and transposes them in its registers; `again`, the
+// hidden values' too.
+template <typename Source, __nv_fp8_interpretation_t kind, bool again = false>
+__global__ void __launch_bounds__(cast_threads, cast_blocks<Source, Source::results + again>)
     cast_kernel(Source source, int64_t rows, int64_t cols, int tiles_across, bool together,
-                Scratch scratch, Targets<Source::results> targets) {
+                Scratch scratch, Targets<Source::results> targets, Hidden hidden) {
 #if __CUDA_ARCH__ >= FUSED_FLOAT8_ARCH
   using T = typename Source::T;
   constexpr int results = Source::results;
+  constexpr int made = results + again;
   constexpr int count = rows_of_a_load<Source>;
   const Place place = place_of(threadIdx.x);
   const int64_t tile = gridDim.x - 1 - blockIdx.x;
@@ -249,6 +252,7 @@ __global__ void __launch_bounds__(cast_threads, cast_blocks<Source>)
     scale[r] = scale_of<kind>(scale[r]);
     if (blockIdx.x == 0 && threadIdx.x == 0) {
       *targets.of[r].inverse_scale = __frcp_rn(scale[r]);
+      if (targets.of[r].scale != nullptr) *targets.of[r].scale = scale[r];
     }
     // The last tiles, which are the first to run, are one for each of the columns.
     if (blockIdx.x < tiles_across && targets.of[r].sums != nullptr) {
@@ -258,7 +262,9 @@ __global__ void __launch_bounds__(cast_threads, cast_blocks<Source>)
   }
   if (!inside) return;
 
-  uint32_t columns[results][width][4];
+  [[maybe_unused]] float hidden_scale;
+  if constexpr (again) hidden_scale = *hidden.scale;
+  uint32_t columns[made][width][4];
 #pragma unroll
   for (int begin = 0; begin < 16; begin += count) {
     if (begin > 0) {
@@ -269,7 +275,7 @@ __global__ void __launch_bounds__(cast_threads, cast_blocks<Source>)
     }
 #pragma unroll
     for (int quad = 0; quad < count; quad += 4) {
-      uint32_t lines[results][2][4];
+      uint32_t lines[made][2][4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float values[results][width];
@@ -283,9 +289,15 @@ __global__ void __launch_bounds__(cast_threads, cast_blocks<Source>)
                      (row + begin + quad + i) * targets.of[r].ld + col;
           *reinterpret_cast<uint2*>(to) = make_uint2(lines[r][0][i], lines[r][1][i]);
         }
+        if constexpr (again) {
+          float others[width];
+          source.hidden(raw[quad + i], others);
+          lines[results][0][i] = to_bytes<__NV_E4M3>(others, hidden_scale);
+          lines[results][1][i] = to_bytes<__NV_E4M3>(others + 4, hidden_scale);
+        }
       }
 #pragma unroll
-      for (int r = 0; r < results; ++r) {
+      for (int r = 0; r < made; ++r) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           transpose_bytes(lines[r][half]);
@@ -298,10 +310,12 @@ __global__ void __launch_bounds__(cast_threads, cast_blocks<Source>)
     }
   }
 #pragma unroll
-  for (int r = 0; r < results; ++r) {
+  for (int r = 0; r < made; ++r) {
+    auto* first = static_cast<uint8_t*>(r < results ? targets.of[r].columns : hidden.columns);
+    if (first == nullptr) continue;
 #pragma unroll
     for (int j = 0; j < width; ++j) {
-      auto* to = static_cast<uint8_t*>(targets.of[r].columns) + (col + j) * rows + row;
+      auto* to = first + (col + j) * rows + row;
       const uint32_t(&c)[4] = columns[r][j];
       if (rows % 16 == 0) {
         *reinterpret_cast<uint4*>(to) = make_uint4(c[0], c[1], c[2], c[3]);
@@ -321,16 +335,22 @@ __global__ void __launch_bounds__(cast_threads, cast_blocks<Source>)
 
 template <__nv_fp8_interpretation_t kind, bool sums, typename Source>
 void run(const Size& size, const Source& source, const Targets<Source::results>& targets,
-         bool together, void* data, cudaStream_t stream) {
+         bool together, void* data, cudaStream_t stream, const Hidden& hidden = {}) {
   const Scratch scratch(size, Source::results, data);
   const Walk walk = walk_of(size);
   kernels::launch_early(maximum_kernel<Source, sums>, walk.grid, walk.block, 1, stream, source,
                         size.rows, size.cols, scratch);
   const int64_t across = std::max<int64_t>(1, (size.cols + Tile::cols - 1) / Tile::cols);
   const int64_t down = std::max<int64_t>(1, (size.rows + Tile::rows - 1) / Tile::rows);
-  kernels::launch_early(cast_kernel<Source, kind>, dim3(across * down), dim3(cast_threads), 1,
-                        stream, source, size.rows, size.cols, static_cast<int>(across), together,
-                        scratch, targets);
+  const auto launch = [&](auto* kernel) {
+    kernels::launch_early(kernel, dim3(across * down), dim3(cast_threads), 1, stream, source,
+                          size.rows, size.cols, static_cast<int>(across), together, scratch,
+                          targets, hidden);
+  };
+  if constexpr (requires { &Source::hidden; }) {
+    if (hidden.columns != nullptr) return launch(cast_kernel<Source, kind, true>);
+  }
+  launch(cast_kernel<Source, kind>);
 }
 
 template <typename Fn>
