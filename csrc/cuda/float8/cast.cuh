@@ -168,9 +168,10 @@ constexpr int rows_of_a_load = std::max(4, (Source::operands == 1   ? 16
 // Without a bound the compiler widens all that has been loaded at once. `made` is the number of
 // results, and of what is made again.
 template <typename Source, int made>
-constexpr int cast_blocks = made == 1                                      ? 5
-                            : made == 2 && sizeof(typename Source::T) == 2 ? 4
-                                                                           : 3;
+constexpr int cast_blocks = made == 1                         ? 5
+                            : sizeof(typename Source::T) == 2 ? 6 - made
+                            : made == 2                       ? 3
+                                                              : 2;
 
 template <__nv_fp8_interpretation_t kind>
 constexpr double top = kind == __NV_E4M3 ? 448.0 : 57344.0;
