@@ -140,13 +140,10 @@ def test_what_the_page_says_of_steps_in_fp8():
     clock, captured = fp8(mode="step"), fp8(mode="step, captured")
     kernels, saved = fp8(mode="kernels"), fp8(mode="saved")
     gated = (2048, "silu")
-    assert len(clock) == len(captured) == len(kernels) == len(saved) == 4
+    assert len(clock) == len(captured) == len(kernels) == 4
     for block in clock:
         assert clock[block]["torchao"] > 1.1 and captured[block]["torchao"] > 1.1
         assert kernels[block]["torchao"] < captured[block]["torchao"] < clock[block]["torchao"]
-        assert saved[block]["torchao"] < 1 and (saved[block]["ours in bf16"] > 1) == (
-            block != gated
-        )
         pays = min(times[block]["ours in bf16"] for times in (clock, captured, kernels))
         assert (pays > 1.15) == (block[0] >= 2048)
     gains = [captured[width, "gelu"]["torchao"] for width in (1024, 2048, 4096)]
@@ -154,6 +151,8 @@ def test_what_the_page_says_of_steps_in_fp8():
     assert kernels[gated]["torchao"] == pytest.approx(1, abs=0.03)
     assert kernels[1024, "gelu"]["ours in bf16"] == pytest.approx(1, abs=0.03)
     assert clock[1024, "gelu"]["ours in bf16"] < 1
+    assert {*saved} == {(1024, "gelu")}
+    assert 0.8 < saved[1024, "gelu"]["torchao"] < 1 < saved[1024, "gelu"]["ours in bf16"]
 
 
 def test_what_the_page_says_of_training_in_fp8():
