@@ -18,6 +18,7 @@ import statistics
 import sys
 import sysconfig
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ import torch
 
 from benchmarks import machine
 from benchmarks.pages.chart import COLOURS, text
-from benchmarks.results import write
+from benchmarks.results import result, write
 from examples.float8_training import GPT, Course, available, gpt, sources, spread, train
+from torch_fused_linear.timing import Number
 
 Runs = dict[str, list[dict[str, Any]]]
 WIDTH, LAYERS = 640, 6
@@ -107,16 +109,47 @@ def summary(runs: Runs) -> list[str]:
     return lines
 
 
+def as_results(runs: Runs) -> list[dict[str, Any]]:
+    """A result for each seed: the losses after training by arm, and the course of each run."""
+    seeds = sorted({run["seed"] for found in runs.values() for run in found})
+    rows = []
+    for seed in seeds:
+        here = {arm: r for arm, found in runs.items() for r in found if r["seed"] == seed}
+        losses = {arm: Number.once(run["validation"]) for arm, run in here.items()}
+        row = result({"suite": "float8-training", "seed": seed}, "loss", losses)
+        of_arms = {key: {arm: r[key] for arm, r in here.items()} for key in ("speed", "losses")}
+        rows.append({**row, **of_arms})
+    return rows
+
+
 def save(given: argparse.Namespace, header: dict[str, Any], runs: Runs) -> None:
-    results = [
-        {"case": {"suite": "float8-training", "arm": arm}, **run}
-        for arm, found in runs.items()
-        for run in found
-    ]
     if given.json:
-        write(given.json, header, results)
+        write(given.json, header, as_results(runs))
     if given.svg:
         given.svg.write_text(picture(runs))
+
+
+def known(path: Path | None, training: dict[str, Any], arms: Iterable[str]) -> Runs:
+    """Reads the runs of a file that was made of the same model, steps and texts, seeds that every
+    arm has."""
+    if path is None or not path.exists():
+        return {}
+    kept = json.loads(path.read_text())
+    if kept["header"].get("training") != training:
+        return {}
+    rows = [row for row in kept["results"] if all(arm in row["numbers"] for arm in arms)]
+    return {
+        arm: [
+            {
+                "seed": row["case"]["seed"],
+                "validation": row["numbers"][arm]["median"],
+                "speed": row["speed"][arm],
+                "losses": row["losses"][arm],
+            }
+            for row in rows
+        ]
+        for arm in arms
+    }
 
 
 # ------------------------------------------------------------------------------------ the command
@@ -135,7 +168,7 @@ def prepared(arm: str, course: Course, texts: tuple, width: int, layers: int) ->
 def main(arguments: list[str]) -> Runs:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--json", type=Path, help="a file for the numbers")
+    add("--json", type=Path, help="a file for the numbers; goes on with those of an earlier run")
     add("--svg", type=Path, help="a file for the picture")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     add("--tiny", action="store_true", help="does it run?")
@@ -156,9 +189,9 @@ def main(arguments: list[str]) -> Runs:
     header["training"] |= {"bytes": [len(part) for part in texts]}
     print(f"{json.dumps(header['training'])}, ready after {time.perf_counter() - begin:.0f} s")
 
-    runs: Runs = {arm: [] for arm in models}
+    runs: Runs = {arm: [] for arm in models} | known(given.json, header["training"], models)
     longest = 0.0
-    for seed in range(given.seeds):
+    for seed in range(min(map(len, runs.values())), given.seeds):
         if time.perf_counter() - begin + len(models) * longest > given.limit:
             print(f"stopped before seed {seed}: the time is up")
             break

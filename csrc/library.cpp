@@ -17,27 +17,7 @@ void set_policy(std::string_view text) {
   fused::set_policy(fused::parse_policy(text, "set_policy: policy"));
 }
 
-}  // namespace
-
-TORCH_LIBRARY(fused, m) {
-  using namespace fused::dispatch;
-  // Inductor hands the arguments over in the strides they were traced with.
-  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
-
-  const auto define = [&](auto row) { m.def(decltype(row)::schema, tags); };
-  for_each_row<Public>(define);
-  for_each_row<Steps>(define);
-  define(Conv2dBackward());
-  define(MlpInOne());
-  define(EnsembleLinear());
-  define(AccumulatedWeightGradient());
-  fused::float8::define(m, tags);
-
-  for_each_row<Public>([&m](auto row) { m.def(IfForeign<decltype(row)>::schema); });
-
-  m.def(IsSharded::schema);
-  m.def(MainGrad::schema);
-
+void define_switches(torch::Library& m) {
   // Process-wide choice of how the work is done: 'auto', 'cublaslt' or 'eager'.
   m.def("_policy() -> str", get_policy);
   m.def("_set_policy(str policy) -> ()", set_policy);
@@ -66,4 +46,28 @@ TORCH_LIBRARY(fused, m) {
   m.def("_explain_start() -> int", fused::explain::start);
   m.def("_explain_stop(int report) -> str[]", fused::explain::stop);
   m.def("_explain_note(str row) -> ()", fused::explain::note);
+}
+
+}  // namespace
+
+TORCH_LIBRARY(fused, m) {
+  using namespace fused::dispatch;
+  // Inductor hands the arguments over in the strides they were traced with.
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
+
+  const auto define = [&](auto row) { m.def(decltype(row)::schema, tags); };
+  for_each_row<Public>(define);
+  for_each_row<Steps>(define);
+  define(Conv2dBackward());
+  define(MlpInOne());
+  define(EnsembleLinear());
+  define(AccumulatedWeightGradient());
+  fused::float8::define(m, tags);
+
+  for_each_row<Public>([&m](auto row) { m.def(IfForeign<decltype(row)>::schema); });
+
+  m.def(IsSharded::schema);
+  m.def(MainGrad::schema);
+
+  define_switches(m);
 }

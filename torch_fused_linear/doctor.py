@@ -85,6 +85,15 @@ def onednn_path() -> str:
     return ", ".join(["float32", *(name for name, supported in half.items() if supported())])
 
 
+def tried(device: str) -> tuple[bool, str]:
+    """Tries a layer on the device: tells if it is right, and the verdict in words."""
+    try:
+        error = largest_error(device)
+    except Exception as failure:  # whatever it is, the doctor reports it and goes on
+        return False, f"{type(failure).__name__}: {failure}: FAILED"
+    return error == 0, f"largest error {error:g}: {'OK' if error == 0 else 'FAILED'}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     argparse.ArgumentParser(
         prog="python -m torch_fused_linear.doctor",
@@ -125,13 +134,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say("cuda", "a GPU is here that this build does not use: FAILED")
         say("to build", _library.how_to_rebuild())
     for device in ["cpu", *["cuda"] * (built["cuda"] is not None and has_gpu)]:
-        try:
-            error = largest_error(device)
-            verdict = f"largest error {error:g}: {'OK' if error == 0 else 'FAILED'}"
-        except Exception as failure:  # whatever it is, the doctor reports it and goes on
-            error, verdict = None, f"{type(failure).__name__}: {failure}: FAILED"
+        is_right, verdict = tried(device)
         say(device, f"linear_relu, forward and backward, {verdict}")
-        working = working and error == 0
+        working = working and is_right
     return 0 if working else 1
 
 

@@ -458,8 +458,9 @@ def float8_mlp(
 
     It is :func:`mlp` by the recipe of :func:`float8_linear`, as one node of the autograd graph. An
     activation and the next layer's cast are one pass over memory. So are an activation's
-    derivative, its cast and the bias's gradient. The backward keeps the FP8 copies of inputs and
-    weights, and each hidden pre-activation; for ReLU one bit for each element instead.
+    derivative, its cast and the bias's gradient. The backward keeps the FP8 copies of the input
+    and the weights, and each hidden pre-activation; for ReLU the FP8 copy and one bit for each
+    element instead.
 
     Args:
         input: :math:`(*, \text{features}_0)`, any strides; bf16, fp16 or fp32.
@@ -503,8 +504,8 @@ def float8_gated_mlp(
 
     It is :func:`gated_mlp` by the recipe of :func:`float8_linear`, as one node of the autograd
     graph. ``gate`` and ``up`` have a scale each, like two layers of torchao's. If one weight holds
-    both, it has one scale. The backward keeps the FP8 copies of the input, of the input of ``down``
-    and of the weights, and the two pre-activations.
+    both, it has one scale. The backward keeps the FP8 copies of the input and of the weights, and
+    the two pre-activations.
 
     Args:
         input: :math:`(*, \text{in\_features})`, any strides; bf16, fp16 or fp32.

@@ -168,7 +168,7 @@ def everything(results: Sequence[Result]) -> list[str]:
     """Of one machine: what all suites say of layers, models and convolutions."""
     # What the others say is told by pages of their own.
     elsewhere = ("models", "conv", "cpu", "distributed", "cold-start", "accumulation")
-    elsewhere += ("gated-cpu", "gated-coda")
+    elsewhere += ("gated-cpu", "gated-coda", "float8", "float8-training", "invariance")
     of_layers = [r for r in results if r["case"]["suite"] not in elsewhere]
     of_models, convs = find(results, suite="models"), find(results, suite="conv")
     blocks = selection([*filter(is_selected, of_layers)], "layers", "tokens")

@@ -93,6 +93,7 @@ def of_case(form: str) -> Cell:
             "shape": shape(case),
             "rare_dtype": "" if dtype == "bf16" else f", {dtype}",
             "in_graph": " in a CUDA graph" if mode == "graph" else "",
+            "depth": f", LLaMA of {case['layers']} layers" if "layers" in case else "",
             "use": {"forward": "inference", "train": "step, AdamW"}.get(mode, "step"),
         }
         return form.format_map(case | made)

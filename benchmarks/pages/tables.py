@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
 
 from .everything import everything
 from .expect import expect, expect_on_a_cpu
-from .results import Result, find, grouped, listing, median, medians, pivot, shape, table, times
+from .results import (
+    Result,
+    duration,
+    find,
+    grouped,
+    listing,
+    median,
+    medians,
+    pivot,
+    shape,
+    table,
+    times,
+)
 
 WHOLE = "{:.0f}".format
 EVERYTHING = "everything"  # says itself where and when it was measured
@@ -17,6 +30,7 @@ MODES = ("forward", "step")
 ACTIVATIONS = ("relu", "gelu")
 CPU_LOSS = 0.97  # what the CPU's operators are held to
 CPU_WORDS = {"I→O": "{shape}", "dtype": "{dtype}", "T": "{tokens}"}
+POLICIES = ("auto", "batch_invariant")
 PAIRS = {f"{a}, {m}": {"activation": a, "mode": m} for a in ACTIVATIONS for m in MODES}
 
 
@@ -196,6 +210,61 @@ def accumulation(results: Sequence[Result]) -> list[str]:
     return listing(find(results, suite="accumulation"), words, numbers)
 
 
+def batch_invariance(results: Sequence[Result]) -> list[str]:
+    """The time under "auto" and under "batch_invariant", and what is left of auto's speed."""
+
+    def beside(result: Result) -> str:
+        ratio = times(result, "batch_invariant", "auto")
+        return f"{medians(*POLICIES)(result)}: {ratio or 'failed'}"
+
+    found = [r for r in find(results, suite="invariance") if r["case"]["activation"] != "none"]
+    modes = {"forward": "forward", "in a CUDA graph": "forward, captured", "step": "step"}
+    words = {"block": "{shape}, {activation}", "T": "{tokens}"}
+    columns = {head: {"mode": mode} for head, mode in modes.items()}
+    return pivot(found, ["sizes", "activation", "tokens"], words, columns, beside)
+
+
+def invariant_product(results: Sequence[Result]) -> list[str]:
+    """One layer without activation, beside Triton's products; their names tell the tile."""
+    others = ("auto", "triton 128x128", "triton 128x256")
+    numbers = [(name, medians(name)) for name in ("batch_invariant", *others)]
+    numbers += [(f"over {n}", partial(times, name="batch_invariant", than=n)) for n in others]
+    words = {"T x I→O": "{tokens} x {shape}"}
+    return listing(find(results, suite="invariance", activation="none"), words, numbers)
+
+
+def float8(kept: bool, results: Sequence[Result]) -> list[str]:
+    """Ours, the others, and how many times as much they take; of memory kept, or of time."""
+    found = [r for r in find(results, suite="float8") if (r["case"]["mode"] == "saved") == kept]
+    words = {"block": "{shape}, {activation}{depth}"} | ({} if kept else {"": "{mode}"})
+    heads = {"torchao": "torchao", "ours in bf16": "ours in bf16", "compile": "bf16 compiled"}
+    form = WHOLE if kept else duration
+    numbers = [(head, medians(n, form=form)) for n, head in ({"ours": "ours"} | heads).items()]
+    numbers += [(f"{head} / ours", partial(times, than=name)) for name, head in heads.items()]
+    return listing(found, words, numbers)
+
+
+def float8_training(results: Sequence[Result]) -> list[str]:
+    """Means over seeds, each with its standard deviation; the difference from bf16 by seed."""
+
+    def spread(values: Sequence[float], form: str) -> str:
+        deviation = statistics.stdev(values) if len(values) > 1 else 0
+        return f"{statistics.fmean(values):{form}} ± {deviation:.4f}"
+
+    rows = []
+    found = find(results, suite="float8-training")
+    for arm in ("bf16", "torchao", "ours"):
+        mine = [r for r in found if median(r, arm) is not None]
+        pairs = [(median(r, arm), median(r, "bf16")) for r in mine]
+        apart = [a - b for a, b in pairs if b is not None]
+        if mine:
+            speed = statistics.median(r["speed"][arm] for r in mine)
+            difference = spread(apart, "+.4f") if arm != "bf16" and apart else ""
+            loss = spread([a for a, _ in pairs], ".4f")
+            rows.append([arm, str(len(mine)), loss, difference, f"{speed:,.0f}"])
+    return table(["", "runs", "loss", "difference by seed", "tokens per second"], rows, words=1)
+
+
 TABLES: dict[str, Callable[[Sequence[Result]], list[str]]] = {
     EVERYTHING: everything,
     "expect": expect,
@@ -221,6 +290,11 @@ TABLES: dict[str, Callable[[Sequence[Result]], list[str]]] = {
     "several GPUs": several_gpus,
     "own products": own_products,
     "accumulation": accumulation,
+    "batch invariance": batch_invariance,
+    "a batch-invariant product": invariant_product,
+    "FP8 steps": partial(float8, False),
+    "FP8 memory": partial(float8, True),
+    "FP8 training": float8_training,
     "first calls": first_calls,
     "cold start": cold_start,
 }

@@ -74,19 +74,7 @@ struct Glu : reference::Glu {
     const auto grad_up = S::grad_input(step.gate, apart && (wanted[1] || wanted[3]));
     const auto hidden = S::grad_input(step.grad_output, wanted[4]);
 
-    Rows rows;
-    rows.grad = as_rows(reference::dense(step.grad_output));
-    std::tie(rows.gate, rows.up) = parts(step.gate, step.up);
-    const auto given = [](const Tensor& tensor) {
-      return tensor.numel() > 0 ? as_rows(tensor) : Tensor();
-    };
-    rows.hidden = given(hidden);
-    if (apart) {
-      rows.grad_gate = given(grad_gate), rows.grad_up = given(grad_up);
-    } else if (grad_gate.numel() > 0) {
-      std::tie(rows.grad_gate, rows.grad_up) = gated::halves(as_rows(grad_gate));
-    }
-
+    const auto rows = rows_of(step, grad_gate, grad_up, hidden);
     const auto type = step.gate.element_size() == 2 ? at::kFloat : at::kDouble;
     const auto blocks = blocks_of(rows.grad);
     const auto partial = [&](const Tensor& summed, bool is_wanted) {
@@ -114,6 +102,24 @@ struct Glu : reference::Glu {
   }
 
  private:
+  // What a block of rows reads and writes; a result of no elements is not wanted.
+  static Rows rows_of(const steps::GluBackward& step, const Tensor& grad_gate,
+                      const Tensor& grad_up, const Tensor& hidden) {
+    const auto given = [](const Tensor& tensor) {
+      return tensor.numel() > 0 ? as_rows(tensor) : Tensor();
+    };
+    Rows rows;
+    rows.grad = as_rows(reference::dense(step.grad_output));
+    std::tie(rows.gate, rows.up) = parts(step.gate, step.up);
+    rows.hidden = given(hidden);
+    if (has_value(step.up)) {
+      rows.grad_gate = given(grad_gate), rows.grad_up = given(grad_up);
+    } else if (grad_gate.numel() > 0) {
+      std::tie(rows.grad_gate, rows.grad_up) = gated::halves(as_rows(grad_gate));
+    }
+    return rows;
+  }
+
   static std::pair<Tensor, Tensor> parts(const Tensor& gate, const OptionalTensor& up) {
     const auto rows = as_rows(reference::dense(gate));
     return has_value(up) ? std::pair(rows, as_rows(reference::dense(*up))) : gated::halves(rows);

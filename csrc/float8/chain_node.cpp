@@ -18,11 +18,13 @@ namespace {
 
 // What is kept of each layer, undefined where no gradient is made of it.
 struct Layer {
-  Tensor input, inverse_input;    // columns and scale of what it was given
+  // What it was given: columns, or where the backward makes them again from the z below, the scale.
+  Tensor input, inverse_input, scale_input;
   Tensor weight, inverse_weight;  // columns and scale
   Tensor z;                       // what act' is read from: z itself, or of ReLU the bit mask
 };
-constexpr size_t per_layer = 5;
+constexpr size_t per_layer = 6;
+constexpr size_t z_index = 5;
 
 struct Form {
   const char* op;
@@ -53,13 +55,12 @@ class Backward {
     auto dz = top(reference::as_rows(grad));
     for (size_t i = layers_; i-- > lowest_;) {
       if (wants_bias(i)) result_[bias_edge(i, layers_)] = dz.sum;
-      const auto below = step_down(i, dz.cast);
       if (i > lowest_) {
-        dz = activation_backward(below, kept(i - 1).z, form_.activation, wants_bias(i - 1));
-        done_with(i - 1, 4, 5);
-      } else if (below.defined()) {
-        result_[0] = like_rows_of(grad, below);
+        dz = step_down(i, std::move(dz.cast));
+        continue;
       }
+      if (work_.wanted[0]) result_[0] = like_rows_of(grad, through(i, dz.cast));
+      put_weight_gradient(i, dz.cast, kept(i).input.defined() ? kept(i).input : hidden(i));
     }
     return std::move(result_);
   }
@@ -73,7 +74,7 @@ class Backward {
 
   Layer kept(size_t layer) const {
     const auto* first = &work_.kept[per_layer * layer];
-    return {first[0], first[1], first[2], first[3], first[4]};
+    return {first[0], first[1], first[2], first[3], first[4], first[z_index]};
   }
 
   // Frees tensors of a layer, unless the graph is run again.
@@ -87,22 +88,43 @@ class Backward {
 
   GradientCast top(const Tensor& grad) {
     const size_t last = layers_ - 1;
-    if (!form_.activates_last) return cast_gradient(grad, wants_bias(last));
-    return activation_backward(grad, kept(last).z, form_.activation, wants_bias(last));
+    if (!form_.activates_last) return cast_gradient(grad, wants_bias(last), wants_weight(last));
+    return activation_backward(grad, kept(last).z, form_.activation, wants_bias(last)).first;
   }
 
-  // Puts the weight's gradient. -> the gradient of what the layer was given.
-  Tensor step_down(size_t i, const Cast& dz) {
-    const auto [x, inverse_x, w, inverse_w, z] = kept(i);
+  // -> the gradient of what the layer was given
+  Tensor through(size_t i, const Cast& dz) const {
+    const auto layer = kept(i);
+    return input_gradient(dz, {{}, layer.weight, layer.inverse_weight}, form_.dtype);
+  }
+
+  // Puts the weight's gradient. -> dz of the layer below, by a pass that also makes the columns of
+  // this layer's input again, where they were not kept.
+  GradientCast step_down(size_t i, Cast dz) {
+    const auto layer = kept(i);
+    const auto below = through(i, dz);
+    dz.rows.reset();
+    const bool again = wants_weight(i) && !layer.input.defined();
+    const auto scale = again ? OptionalTensor(layer.scale_input) : std::nullopt;
+    auto [next, made] =
+        activation_backward(below, kept(i - 1).z, form_.activation, wants_bias(i - 1), scale);
+    done_with(i - 1, z_index, per_layer);
+    put_weight_gradient(i, dz, again ? made : layer.input);
+    return std::move(next);
+  }
+
+  // The columns of what a layer was given where the gradient goes no further down.
+  Tensor hidden(size_t i) const {
+    if (!wants_weight(i)) return {};
+    return activation(kept(i - 1).z, form_.activation, /*columns=*/true).cast.columns;
+  }
+
+  void put_weight_gradient(size_t i, const Cast& dz, const Tensor& columns) {
     if (wants_weight(i)) {
-      result_[weight_edge(i)] = weight_gradient(dz, {{}, x, inverse_x}, form_.dtype);
+      const Cast input{{}, columns, kept(i).inverse_input};
+      result_[weight_edge(i)] = weight_gradient(dz, input, form_.dtype);
     }
-    Tensor below;
-    if (i > lowest_ || work_.wanted[0]) {
-      below = input_gradient(dz, {{}, w, inverse_w}, form_.dtype);
-    }
-    done_with(i, 0, 4);
-    return below;
+    done_with(i, 0, z_index);
   }
 
   Work work_;
@@ -122,39 +144,73 @@ bool activates(const Chain& chain, size_t layer) {
   return layer + 1 < chain.all_weights.size() || chain.activates_last;
 }
 
-// Fills what the node keeps of each layer, if there is a node.
-Tensor run(const Chain& chain, std::vector<Layer>* kept) {
-  const auto dtype = chain.input.scalar_type();
-  const size_t last = chain.all_weights.size() - 1;
-  bool below = requires_grad(chain.input);  // a gradient goes into the layer's input
-  auto x = cast(reference::as_rows(chain.input));
-  for (size_t i = 0;; ++i) {
-    const auto& weight = chain.all_weights[i];
-    const auto w = cast(weight);
-    const auto z = forward_product(x, w, chain.biases[i], dtype);
-    if (kept != nullptr) {
-      auto& layer = (*kept)[i];
-      if (requires_grad(weight)) layer.input = x.columns, layer.inverse_input = x.inverse;
-      if (below) layer.weight = w.columns, layer.inverse_weight = w.inverse;
-      below = below || requires_grad(weight) || requires_grad(chain.biases[i]);
-      if (below && activates(chain, i)) {
-        layer.z = chain.activation == Activation::relu ? steps::relu_mask(z) : z;
-      }
-    }
-    if (i == last) {
-      const auto y =
-          activates(chain, i) ? autograd::activated(z, chain.activation, autograd::Time::first) : z;
-      return like_rows_of(chain.input, y);
-    }
-    x = activation(z, chain.activation);
+// The forward, which fills what the node keeps of each layer if there is a node.
+class Forward {
+ public:
+  Forward(const Chain& chain, std::vector<Layer>* kept)
+      : chain_(chain),
+        dtype_(chain.input.scalar_type()),
+        kept_(kept),
+        below_(kept != nullptr && requires_grad(chain.input)) {}
+
+  Tensor run() {
+    const size_t last = chain_.all_weights.size() - 1;
+    auto x = cast(reference::as_rows(chain_.input), trains(0));
+    if (trains(0)) keep_input(0, x);
+    for (size_t i = 0; i < last; ++i) x = activated(i, x);
+    const auto z = product(last, x);
+    const auto y = activates(chain_, last)
+                       ? autograd::activated(z, chain_.activation, autograd::Time::first)
+                       : z;
+    return like_rows_of(chain_.input, y);
   }
-}
+
+ private:
+  bool trains(size_t i) const { return kept_ != nullptr && requires_grad(chain_.all_weights[i]); }
+
+  void keep_input(size_t i, const Cast& x, const Tensor& scale = {}) {
+    auto& layer = (*kept_)[i];
+    layer.inverse_input = x.inverse;
+    layer.scale_input = scale;
+    if (!scale.defined()) layer.input = x.columns;
+  }
+
+  // z of a layer, of which is kept what the gradients below it are made of.
+  Tensor product(size_t i, const Cast& x) {
+    const auto& weight = chain_.all_weights[i];
+    const auto w = cast(weight, below_);
+    const auto z = forward_product(x, w, chain_.biases[i], dtype_);
+    if (kept_ == nullptr) return z;
+    auto& layer = (*kept_)[i];
+    if (below_) layer.weight = w.columns, layer.inverse_weight = w.inverse;
+    below_ = below_ || requires_grad(weight) || requires_grad(chain_.biases[i]);
+    if (below_ && activates(chain_, i)) {
+      layer.z = chain_.activation == Activation::relu ? steps::relu_mask(z) : z;
+    }
+    return z;
+  }
+
+  // What the layer after this one is given.
+  Cast activated(size_t i, const Cast& x) {
+    const auto z = product(i, x);
+    // The backward makes the columns again from z, where it reads that anyway.
+    const bool again = below_ && chain_.activation != Activation::relu;
+    auto made = activation(z, chain_.activation, trains(i + 1) && !again);
+    if (trains(i + 1)) keep_input(i + 1, made.cast, again ? made.scale : Tensor());
+    return std::move(made.cast);
+  }
+
+  const Chain& chain_;
+  const at::ScalarType dtype_;
+  std::vector<Layer>* const kept_;
+  bool below_;  // a gradient goes into the next layer's input
+};
 
 variable_list flat(const std::vector<Layer>& layers) {
   variable_list result;
   for (const auto& layer : layers) {
-    for (const auto& tensor :
-         {layer.input, layer.inverse_input, layer.weight, layer.inverse_weight, layer.z}) {
+    for (const auto& tensor : {layer.input, layer.inverse_input, layer.scale_input, layer.weight,
+                               layer.inverse_weight, layer.z}) {
       result.push_back(tensor);
     }
   }
@@ -184,14 +240,14 @@ void Chain::check() const {
   }
 }
 
-Tensor Chain::forward() const { return run(*this, nullptr); }
+Tensor Chain::forward() const { return Forward(*this, nullptr).run(); }
 
 Tensor Chain::with_gradient() const {
   std::vector<Layer> kept(all_weights.size());
   Tensor output;
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    output = run(*this, &kept);
+    output = Forward(*this, &kept).run();
   }
   torch::autograd::edge_list edges;
   for (const auto& tensor : tensors()) edges.push_back(autograd::edge_of(tensor));

@@ -34,6 +34,15 @@ void check_preactivation(const char* op, const Tensor& grad, const Tensor& z,
   check_saved(op, grad, z, activation);
 }
 
+void check_scale(const char* op, const OptionalTensor& scale, const Tensor& z) {
+  if (!has_value(scale)) return;
+  TORCH_CHECK_VALUE(z.scalar_type() != at::kByte, op,
+                    ": scale must be None where z is a bit mask, which has lost the values");
+  TORCH_CHECK(
+      scale->dim() == 0 && scale->scalar_type() == at::kFloat && scale->device() == z.device(), op,
+      ": scale must be Float [] on ", z.device(), ", got ", describe(*scale));
+}
+
 void check_product(const char* op, const Product& p) {
   const auto is_operand = [&](const Tensor& t) {
     return t.dim() == 2 && is_float8(t.scalar_type()) && t.is_contiguous();

@@ -25,6 +25,9 @@ void check_like(const char* op, const char* what, const Tensor& tensor, const Te
 void check_preactivation(const char* op, const Tensor& grad, const Tensor& z,
                          Activation activation);
 
+// The scale of what the backward makes again from z, or none.
+void check_scale(const char* op, const OptionalTensor& scale, const Tensor& z);
+
 struct Product {
   const Tensor& a;
   const Tensor& b;

@@ -32,8 +32,9 @@ enum Indices {
   inverse_gate,
   up_index,
   inverse_up,
-  hidden_index,
+  hidden_index,  // undefined where the backward makes them again, by the scale
   inverse_hidden,
+  scale_hidden,
   down_index,
   inverse_down,
   gate_z_index,
@@ -71,13 +72,13 @@ class Backward {
   Backward(Work work, const Form& form) : work_(std::move(work)), form_(form) {}
 
   variable_list run(const Tensor& grad) {
-    const auto grad_hidden = through_down(reference::as_rows(grad));
-    if (!grad_hidden.defined()) return std::move(result_);
-    const auto [gate_z, up_z] = preactivations();
-    const auto [gate, up] =
-        gating_backward(grad_hidden, gate_z, up_z, form_.activation, form_.is_stacked,
-                        wants(gate_bias_edge) || wants(up_bias_edge));
-    done_with(gate_z_index, all_indices);
+    auto dy = cast_gradient(reference::as_rows(grad), wants(down_bias_edge), wants(down_edge));
+    if (wants(down_bias_edge)) result_[down_bias_edge] = dy.sum;
+    if (!goes_below()) {
+      if (wants(down_edge)) put_down_gradient(dy.cast, hidden());
+      return std::move(result_);
+    }
+    const auto [gate, up] = through_gating(std::move(dy.cast));
     auto grad_input = through(gate, gate_edge, gate_bias_edge, gate_index, {});
     if (!form_.is_stacked) {
       grad_input = through(up, up_edge, up_bias_edge, up_index, grad_input);
@@ -102,19 +103,32 @@ class Backward {
     }
   }
 
-  // -> the gradient of what goes into the layer `down`
-  Tensor through_down(const Tensor& grad) {
-    const auto dy = cast_gradient(grad, wants(down_bias_edge));
-    if (wants(down_bias_edge)) result_[down_bias_edge] = dy.sum;
-    if (wants(down_edge)) {
-      result_[down_edge] =
-          weight_gradient(dy.cast, columns_of(work_.kept, hidden_index), form_.dtype);
-    }
-    done_with(hidden_index, down_index);
-    if (!goes_below()) return {};
-    const auto down = columns_of(work_.kept, down_index);
+  // The columns of what goes into the layer `down`, where no gradient goes further.
+  Tensor hidden() const {
+    if (work_.kept[hidden_index].defined()) return work_.kept[hidden_index];
+    const auto [gate_z, up_z] = preactivations();
+    return gating(gate_z, up_z, form_.activation, /*columns=*/true).cast.columns;
+  }
+
+  void put_down_gradient(const Cast& dy, const Tensor& columns) {
+    const Cast input{{}, columns, work_.kept[inverse_hidden]};
+    result_[down_edge] = weight_gradient(dy, input, form_.dtype);
+  }
+
+  // -> the casts of the gradients of gate and up, by a pass that also makes the columns of what
+  // goes into `down` again.
+  std::pair<GradientCast, GradientCast> through_gating(Cast dy) {
+    const auto grad_hidden = input_gradient(dy, columns_of(work_.kept, down_index), form_.dtype);
+    dy.rows.reset();
     done_with(down_index, gate_z_index);
-    return input_gradient(dy.cast, down, form_.dtype);
+    const auto [gate_z, up_z] = preactivations();
+    const auto scale = wants(down_edge) ? OptionalTensor(work_.kept[scale_hidden]) : std::nullopt;
+    auto [gate, up, columns] =
+        gating_backward(grad_hidden, gate_z, up_z, form_.activation, form_.is_stacked,
+                        wants(gate_bias_edge) || wants(up_bias_edge), scale);
+    done_with(gate_z_index, all_indices);
+    if (wants(down_edge)) put_down_gradient(dy, columns);
+    return {std::move(gate), std::move(up)};
   }
 
   std::pair<Tensor, Tensor> preactivations() const {
@@ -148,33 +162,37 @@ variable_list Form::backward(Work work, const Tensor& grad) const {
 // Fills what the node keeps, if there is a node.
 Tensor run(const Gated& block, Tensors* kept) {
   const auto dtype = block.input.scalar_type();
-  const auto x = cast(reference::as_rows(block.input));
-  const auto gate = cast(block.gate);
+  const auto wants = [&](const auto& tensor) { return kept != nullptr && requires_grad(tensor); };
+  const bool wants_input = wants(block.input), wants_down = wants(block.down);
+  const bool wants_weight = wants(block.gate) || wants(block.up);
+  // The gradient goes below `down`, and is made of z. So are the columns of what `down` is given.
+  const bool keeps_z =
+      wants_input || wants_weight || wants(block.gate_bias) || wants(block.up_bias);
+
+  const auto x = cast(reference::as_rows(block.input), wants_weight);
+  const auto gate = cast(block.gate, wants_input);
   auto gate_z = forward_product(x, gate, block.gate_bias, dtype), both = gate_z;
   Tensor up_z;
   Cast up;
   if (block.is_stacked()) {
     std::tie(gate_z, up_z) = gated::halves(both);
   } else {
-    up = cast(*block.up);
+    up = cast(*block.up, wants_input);
     up_z = forward_product(x, up, block.up_bias, dtype);
   }
-  const auto hidden = gating(gate_z, up_z, block.activation);
-  const auto down = cast(block.down);
-  const auto y = forward_product(hidden, down, block.down_bias, dtype);
-  if (kept != nullptr) {
-    const bool wants_input = requires_grad(block.input);
-    const bool wants_weight = requires_grad(block.gate) || requires_grad(block.up);
-    if (wants_weight) put(*kept, input_index, x);
-    if (wants_input) put(*kept, gate_index, gate);
-    if (wants_input && !block.is_stacked()) put(*kept, up_index, up);
-    if (requires_grad(block.down)) put(*kept, hidden_index, hidden);
-    if (wants_input || wants_weight || requires_grad(block.gate_bias) ||
-        requires_grad(block.up_bias)) {
-      put(*kept, down_index, down);
-      (*kept)[gate_z_index] = both;
-      if (!block.is_stacked()) (*kept)[up_z_index] = up_z;
-    }
+  const auto hidden = gating(gate_z, up_z, block.activation, wants_down && !keeps_z);
+  const auto down = cast(block.down, keeps_z);
+  const auto y = forward_product(hidden.cast, down, block.down_bias, dtype);
+  if (wants_weight) put(*kept, input_index, x);
+  if (wants_input) put(*kept, gate_index, gate);
+  if (wants_input && !block.is_stacked()) put(*kept, up_index, up);
+  if (wants_down) put(*kept, hidden_index, hidden.cast);
+  if (keeps_z) {
+    (*kept)[hidden_index] = Tensor();
+    if (wants_down) (*kept)[scale_hidden] = hidden.scale;
+    put(*kept, down_index, down);
+    (*kept)[gate_z_index] = both;
+    if (!block.is_stacked()) (*kept)[up_z_index] = up_z;
   }
   return like_rows_of(block.input, y);
 }

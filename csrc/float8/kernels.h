@@ -15,46 +15,49 @@ namespace fused::float8 {
 
 template <class Backend>
 struct Kernels {
-  static Quadruple cast(const Tensor& input, bool gradient, bool sum) {
+  static Quadruple cast(const Tensor& input, bool gradient, bool sum, bool columns) {
     const explain::Row row(CastStep::name, input, {});
     check_matrix(row.op, "input", input);
-    return way(row.op, input, [&](auto w) { return w.cast(input, gradient, sum); });
+    return way(row.op, input, [&](auto w) { return w.cast(input, gradient, sum, columns); });
   }
 
-  static Triple activation(const Tensor& z, int64_t number) {
+  static Quadruple activation(const Tensor& z, int64_t number, bool columns) {
     const explain::Row row(ActivationStep::name, z, {});
     const auto activation = activation_of(row.op, number);
     check_matrix(row.op, "z", z);
-    return way(row.op, z, [&](auto w) { return w.activation(z, activation); });
+    return way(row.op, z, [&](auto w) { return w.activation(z, activation, columns); });
   }
 
-  static Quadruple activation_backward(const Tensor& grad, const Tensor& z, int64_t number,
-                                       bool sum) {
+  static Quintuple activation_backward(const Tensor& grad, const Tensor& z, int64_t number,
+                                       bool sum, const OptionalTensor& scale) {
     const explain::Row row(ActivationBackwardStep::name, grad, {});
     const auto activation = activation_of(row.op, number);
     check_matrix(row.op, "grad", grad);
     check_preactivation(row.op, grad, z, activation);
+    check_scale(row.op, scale, z);
     return way(row.op, grad,
-               [&](auto w) { return w.activation_backward(grad, z, activation, sum); });
+               [&](auto w) { return w.activation_backward(grad, z, activation, sum, scale); });
   }
 
-  static Triple gating(const Tensor& gate, const Tensor& up, int64_t number) {
+  static Quadruple gating(const Tensor& gate, const Tensor& up, int64_t number, bool columns) {
     const explain::Row row(GatingStep::name, gate, {});
     const auto activation = activation_of(row.op, number);
     check_matrix(row.op, "gate", gate);
     check_like(row.op, "up", up, gate);
-    return way(row.op, gate, [&](auto w) { return w.gating(gate, up, activation); });
+    return way(row.op, gate, [&](auto w) { return w.gating(gate, up, activation, columns); });
   }
 
-  static Octuple gating_backward(const Tensor& grad, const Tensor& gate, const Tensor& up,
-                                 int64_t number, bool together, bool sum) {
+  static Nonuple gating_backward(const Tensor& grad, const Tensor& gate, const Tensor& up,
+                                 int64_t number, bool together, bool sum,
+                                 const OptionalTensor& scale) {
     const explain::Row row(GatingBackwardStep::name, grad, {});
     const auto activation = activation_of(row.op, number);
     check_matrix(row.op, "grad", grad);
     check_like(row.op, "gate", gate, grad);
     check_like(row.op, "up", up, grad);
+    check_scale(row.op, scale, gate);
     return way(row.op, grad, [&](auto w) {
-      return w.gating_backward(grad, gate, up, activation, together, sum);
+      return w.gating_backward(grad, gate, up, activation, together, sum, scale);
     });
   }
 

@@ -16,7 +16,7 @@ namespace fused::float8 {
 using dispatch::Operator;
 using dispatch::Text;
 
-using Octuple = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using Nonuple = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // ---- what users call ---------------------------------------------------------------------------
 
@@ -42,38 +42,44 @@ using Public = std::tuple<Linear, Mlp, GatedMlp>;
 
 // ---- what nodes call ---------------------------------------------------------------------------
 
-// Casts to e4m3, or a gradient to e5m2; its sum over all rows, the bias gradient, or [0].
+// Casts to e4m3, or a gradient to e5m2; its sum over all rows, the bias gradient, or [0]. Columns
+// that are not wanted are [0], in the steps below as well.
 using CastStep = Operator<
-    "_float8_cast(Tensor input, bool gradient, bool sum) -> "
+    "_float8_cast(Tensor input, bool gradient, bool sum, bool columns=True) -> "
     "(Tensor rows, Tensor columns, Tensor inverse_scale, Tensor sum)",
-    Quadruple(const Tensor&, bool, bool)>;
+    Quadruple(const Tensor&, bool, bool, bool)>;
 
-// The cast of act(z), which is rounded to z's dtype first.
+// The cast of h = act(z), which is rounded to z's dtype first. By its scale the backward makes
+// h's columns again, from z, so that they need not be kept.
 using ActivationStep = Operator<
-    "_float8_activation(Tensor z, int activation) -> "
-    "(Tensor rows, Tensor columns, Tensor inverse_scale)",
-    Triple(const Tensor&, int64_t)>;
+    "_float8_activation(Tensor z, int activation, bool columns=True) -> "
+    "(Tensor rows, Tensor columns, Tensor inverse_scale, Tensor scale)",
+    Quadruple(const Tensor&, int64_t, bool)>;
 
-// The cast of dz = act'(z) · grad, rounded to grad's dtype first, and its sum. ReLU reads the bit
-// mask that _relu_mask gives in place of z.
+// The cast of dz = act'(z) · grad, rounded to grad's dtype first, and its sum; with h's scale also
+// h's columns, or [0]. ReLU reads the bit mask that _relu_mask gives in place of z, without h.
 using ActivationBackwardStep = Operator<
-    "_float8_activation_backward(Tensor grad, Tensor z, int activation, bool sum) -> "
-    "(Tensor rows, Tensor columns, Tensor inverse_scale, Tensor sum)",
-    Quadruple(const Tensor&, const Tensor&, int64_t, bool)>;
+    "_float8_activation_backward(Tensor grad, Tensor z, int activation, bool sum, "
+    "Tensor? scale=None) -> "
+    "(Tensor rows, Tensor columns, Tensor inverse_scale, Tensor sum, Tensor hidden)",
+    Quintuple(const Tensor&, const Tensor&, int64_t, bool, const OptionalTensor&)>;
 
-// The cast of act(gate) ⊙ up. Both may be column halves of one tensor.
+// The cast of h = act(gate) ⊙ up, and its scale. Both may be column halves of one tensor.
 using GatingStep = Operator<
-    "_float8_gating(Tensor gate, Tensor up, int activation) -> "
-    "(Tensor rows, Tensor columns, Tensor inverse_scale)",
-    Triple(const Tensor&, const Tensor&, int64_t)>;
+    "_float8_gating(Tensor gate, Tensor up, int activation, bool columns=True) -> "
+    "(Tensor rows, Tensor columns, Tensor inverse_scale, Tensor scale)",
+    Quadruple(const Tensor&, const Tensor&, int64_t, bool)>;
 
 // The casts of the gradients of gate and up, and their sums. `together`, for weights that are one
 // tensor: one cast of both, rows [M, 2H], columns [2H, M] and sum [2H]; the second four are [0].
+// With h's scale also h's columns, or [0].
 using GatingBackwardStep = Operator<
     "_float8_gating_backward(Tensor grad, Tensor gate, Tensor up, int activation, bool together, "
-    "bool sum) -> (Tensor rows_gate, Tensor columns_gate, Tensor inverse_scale_gate, "
-    "Tensor sum_gate, Tensor rows_up, Tensor columns_up, Tensor inverse_scale_up, Tensor sum_up)",
-    Octuple(const Tensor&, const Tensor&, const Tensor&, int64_t, bool, bool)>;
+    "bool sum, Tensor? scale=None) -> (Tensor rows_gate, Tensor columns_gate, "
+    "Tensor inverse_scale_gate, Tensor sum_gate, Tensor rows_up, Tensor columns_up, "
+    "Tensor inverse_scale_up, Tensor sum_up, Tensor hidden)",
+    Nonuple(const Tensor&, const Tensor&, const Tensor&, int64_t, bool, bool,
+            const OptionalTensor&)>;
 
 // (a bᵀ) · inverse_a · inverse_b + bias + add, rounded once; a [M, K] and b [N, K] by rows.
 using ProductStep = Operator<

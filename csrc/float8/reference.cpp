@@ -18,60 +18,87 @@ Tensor sum_of(const Tensor& input, bool wanted) {
   return wanted ? at::sum(input, {0}) : reference::unwanted(input);
 }
 
-Triple cast_to(const Tensor& input, at::ScalarType dtype) {
-  const double most = largest(dtype);
-  const auto maximum = input.abs().max().to(at::kDouble);
-  // In fp64, as torch divides a number by a tensor.
-  const auto scale = at::reciprocal(maximum.clamp_min(least_maximum)).mul(most).to(at::kFloat);
-  const auto rows = input.to(at::kFloat).mul(scale).clamp(-most, most).to(dtype).contiguous();
-  return {rows, rows.t().contiguous(), scale.reciprocal()};
+Tensor empty_float8(const Tensor& like, at::ScalarType dtype) {
+  return at::empty({0}, like.options().dtype(dtype));
 }
 
-Triple e4m3(const Tensor& values) { return cast_to(values, at::kFloat8_e4m3fn); }
+// [M, N] by a scale
+Tensor rows_of(const Tensor& input, const Tensor& scale, at::ScalarType dtype) {
+  const double most = largest(dtype);
+  return input.to(at::kFloat).mul(scale).clamp(-most, most).to(dtype).contiguous();
+}
 
-Quadruple gradient_and_sum(const Tensor& gradient, bool sum) {
-  auto [rows, columns, inverse] = cast_to(gradient, at::kFloat8_e5m2);
-  return {std::move(rows), std::move(columns), std::move(inverse), sum_of(gradient, sum)};
+// Rows, columns, the scale's reciprocal, and the scale.
+Quadruple cast_to(const Tensor& input, at::ScalarType dtype, bool columns) {
+  const auto maximum = input.abs().max().to(at::kDouble);
+  // In fp64, as torch divides a number by a tensor.
+  const auto scale =
+      at::reciprocal(maximum.clamp_min(least_maximum)).mul(largest(dtype)).to(at::kFloat);
+  const auto rows = rows_of(input, scale, dtype);
+  return {rows, columns ? rows.t().contiguous() : empty_float8(input, dtype), scale.reciprocal(),
+          scale};
+}
+
+Quadruple e4m3(const Tensor& values, bool columns) {
+  return cast_to(values, at::kFloat8_e4m3fn, columns);
+}
+
+Quadruple gradient_and_sum(const Tensor& gradient, bool sum, bool columns = true) {
+  auto [rows, transposed, inverse, scale] = cast_to(gradient, at::kFloat8_e5m2, columns);
+  return {std::move(rows), std::move(transposed), std::move(inverse), sum_of(gradient, sum)};
+}
+
+// `hidden` gives the tensor.
+template <typename Fn>
+Tensor columns_again(const Tensor& like, const OptionalTensor& scale, const Fn& hidden) {
+  if (!has_value(scale)) return empty_float8(like, at::kFloat8_e4m3fn);
+  return rows_of(hidden(), *scale, at::kFloat8_e4m3fn).t().contiguous();
 }
 
 }  // namespace
 
-Quadruple Reference::cast(const Tensor& input, bool gradient, bool sum) {
+Quadruple Reference::cast(const Tensor& input, bool gradient, bool sum, bool columns) {
   explain::append(in_aten);
-  if (gradient) return gradient_and_sum(input, sum);
-  auto [rows, columns, inverse] = e4m3(input);
-  return {std::move(rows), std::move(columns), std::move(inverse), sum_of(input, sum)};
+  if (gradient) return gradient_and_sum(input, sum, columns);
+  auto [rows, transposed, inverse, scale] = e4m3(input, columns);
+  return {std::move(rows), std::move(transposed), std::move(inverse), sum_of(input, sum)};
 }
 
-Triple Reference::activation(const Tensor& z, Activation activation) {
+Quadruple Reference::activation(const Tensor& z, Activation activation, bool columns) {
   explain::append(in_aten);
-  return e4m3(activate(z, activation));
+  return e4m3(activate(z, activation), columns);
 }
 
-Quadruple Reference::activation_backward(const Tensor& grad, const Tensor& z, Activation activation,
-                                         bool sum) {
+Quintuple Reference::activation_backward(const Tensor& grad, const Tensor& z, Activation activation,
+                                         bool sum, const OptionalTensor& scale) {
   explain::append(in_aten);
   const auto dz =
       reference::gradient_from_saved(reference::dense(grad), reference::dense(z), activation);
-  return gradient_and_sum(dz, sum);
+  return std::tuple_cat(
+      gradient_and_sum(dz, sum),
+      std::tuple(columns_again(grad, scale, [&] { return activate(z, activation); })));
 }
 
-Triple Reference::gating(const Tensor& gate, const Tensor& up, Activation activation) {
+Quadruple Reference::gating(const Tensor& gate, const Tensor& up, Activation activation,
+                            bool columns) {
   explain::append(in_aten);
-  return e4m3(activate(gate, activation) * up);
+  return e4m3(activate(gate, activation) * up, columns);
 }
 
-Octuple Reference::gating_backward(const Tensor& grad, const Tensor& gate, const Tensor& up,
-                                   Activation activation, bool together, bool sum) {
+Nonuple Reference::gating_backward(const Tensor& grad, const Tensor& gate, const Tensor& up,
+                                   Activation activation, bool together, bool sum,
+                                   const OptionalTensor& scale) {
   explain::append(in_aten);
+  const auto activated = activate(gate, activation);
   const auto grad_gate = activation_gradient(grad * up, gate, activation);
-  const auto grad_up = grad * activate(gate, activation);
+  const auto grad_up = grad * activated;
+  const std::tuple hidden(columns_again(grad, scale, [&] { return activated * up; }));
   if (together) {
     const auto none = [&] { return reference::unwanted(gate); };
     return std::tuple_cat(gradient_and_sum(at::cat({grad_gate, grad_up}, 1), sum),
-                          Quadruple(none(), none(), none(), none()));
+                          Quadruple(none(), none(), none(), none()), hidden);
   }
-  return std::tuple_cat(gradient_and_sum(grad_gate, sum), gradient_and_sum(grad_up, sum));
+  return std::tuple_cat(gradient_and_sum(grad_gate, sum), gradient_and_sum(grad_up, sum), hidden);
 }
 
 Tensor Reference::product(const Tensor& a, const Tensor& b, const Tensor& inverse_a,

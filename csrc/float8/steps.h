@@ -9,7 +9,13 @@
 namespace fused::float8 {
 
 struct Cast {
-  Tensor rows, columns, inverse;  // [M, N], [N, M], []
+  Tensor rows, columns, inverse;  // [M, N], [N, M] or [0], []
+};
+
+// Of what the backward can make again by its scale.
+struct HiddenCast {
+  Cast cast;
+  Tensor scale;
 };
 
 struct GradientCast {
@@ -17,42 +23,54 @@ struct GradientCast {
   Tensor sum;  // over all rows, or [0]
 };
 
-inline Cast cast(const Tensor& values) {
-  auto [rows, columns, inverse, sum] = CastStep::call(values, /*gradient=*/false, /*sum=*/false);
-  return {std::move(rows), std::move(columns), std::move(inverse)};
+inline Cast cast(const Tensor& values, bool columns) {
+  auto [rows, transposed, inverse, sum] =
+      CastStep::call(values, /*gradient=*/false, /*sum=*/false, columns);
+  return {std::move(rows), std::move(transposed), std::move(inverse)};
 }
 
-inline GradientCast cast_gradient(const Tensor& grad, bool sums) {
-  auto [rows, columns, inverse, sum] = CastStep::call(grad, /*gradient=*/true, sums);
-  return {{std::move(rows), std::move(columns), std::move(inverse)}, std::move(sum)};
+inline GradientCast cast_gradient(const Tensor& grad, bool sums, bool columns) {
+  auto [rows, transposed, inverse, sum] = CastStep::call(grad, /*gradient=*/true, sums, columns);
+  return {{std::move(rows), std::move(transposed), std::move(inverse)}, std::move(sum)};
 }
 
-inline Cast activation(const Tensor& z, Activation activation) {
-  auto [rows, columns, inverse] = ActivationStep::call(z, static_cast<int64_t>(activation));
-  return {std::move(rows), std::move(columns), std::move(inverse)};
+inline HiddenCast activation(const Tensor& z, Activation activation, bool columns) {
+  auto [rows, transposed, inverse, scale] =
+      ActivationStep::call(z, static_cast<int64_t>(activation), columns);
+  return {{std::move(rows), std::move(transposed), std::move(inverse)}, std::move(scale)};
 }
 
-inline GradientCast activation_backward(const Tensor& grad, const Tensor& z, Activation activation,
-                                        bool sums) {
-  auto [rows, columns, inverse, sum] =
-      ActivationBackwardStep::call(grad, z, static_cast<int64_t>(activation), sums);
-  return {{std::move(rows), std::move(columns), std::move(inverse)}, std::move(sum)};
+// With a scale also the columns of act(z).
+inline std::pair<GradientCast, Tensor> activation_backward(const Tensor& grad, const Tensor& z,
+                                                           Activation activation, bool sums,
+                                                           const OptionalTensor& scale = {}) {
+  auto [rows, columns, inverse, sum, hidden] =
+      ActivationBackwardStep::call(grad, z, static_cast<int64_t>(activation), sums, scale);
+  return {{{std::move(rows), std::move(columns), std::move(inverse)}, std::move(sum)},
+          std::move(hidden)};
 }
 
-inline Cast gating(const Tensor& gate, const Tensor& up, Activation activation) {
-  auto [rows, columns, inverse] = GatingStep::call(gate, up, static_cast<int64_t>(activation));
-  return {std::move(rows), std::move(columns), std::move(inverse)};
+inline HiddenCast gating(const Tensor& gate, const Tensor& up, Activation activation,
+                         bool columns) {
+  auto [rows, transposed, inverse, scale] =
+      GatingStep::call(gate, up, static_cast<int64_t>(activation), columns);
+  return {{std::move(rows), std::move(transposed), std::move(inverse)}, std::move(scale)};
 }
 
-// Of gate and up; together, of both in the first.
-inline std::pair<GradientCast, GradientCast> gating_backward(const Tensor& grad, const Tensor& gate,
-                                                             const Tensor& up,
-                                                             Activation activation, bool together,
-                                                             bool sums) {
-  auto [gate_rows, gate_columns, gate_inverse, gate_sum, up_rows, up_columns, up_inverse, up_sum] =
-      GatingBackwardStep::call(grad, gate, up, static_cast<int64_t>(activation), together, sums);
+struct GatingGradients {
+  GradientCast gate, up;  // together, of both in the first
+  Tensor hidden;          // the columns of act(gate) ⊙ up, where a scale was given
+};
+
+inline GatingGradients gating_backward(const Tensor& grad, const Tensor& gate, const Tensor& up,
+                                       Activation activation, bool together, bool sums,
+                                       const OptionalTensor& scale) {
+  auto [gate_rows, gate_columns, gate_inverse, gate_sum, up_rows, up_columns, up_inverse, up_sum,
+        hidden] = GatingBackwardStep::call(grad, gate, up, static_cast<int64_t>(activation),
+                                           together, sums, scale);
   return {{{gate_rows, gate_columns, gate_inverse}, gate_sum},
-          {{up_rows, up_columns, up_inverse}, up_sum}};
+          {{up_rows, up_columns, up_inverse}, up_sum},
+          hidden};
 }
 
 // Nothing is called where nothing is to be done, as no operator below autograd may return its

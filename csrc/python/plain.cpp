@@ -76,6 +76,11 @@ bool calls(PyObject* module, PyObject* called, std::string_view kind) {
          kind_of(inner.object) == "gelu_erf" && text(item(given.object, approximate)) == "tanh";
 }
 
+// Python decides about these.
+bool runs_in_float8(PyObject* layer) {
+  return PySet_Contains(float8_layers, reinterpret_cast<PyObject*>(Py_TYPE(layer))) == 1;
+}
+
 // square() returns fp32 on a GPU under autocast.
 bool squares_wide() { return at::autocast::is_autocast_enabled(at::kCUDA); }
 
@@ -106,7 +111,7 @@ std::optional<Plain> plain(PyObject* layer) {
                          *const bias_name = intern("bias"), *const groups_name = intern("groups"),
                          *const conv_name = intern("_conv_forward");
   PyObject* forward = item(layers, reinterpret_cast<PyObject*>(Py_TYPE(layer)));
-  if (forward == nullptr) return std::nullopt;
+  if (forward == nullptr || runs_in_float8(layer)) return std::nullopt;
   const Dict dict(layer);
   if (!is_plain(layer, dict, forward) || !torch_is_plain()) return std::nullopt;
   for (PyObject* name : {weight_name, bias_name, conv_name}) {

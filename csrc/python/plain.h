@@ -16,9 +16,9 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 // Tables of plain.py, and classes of torch's, which know was given, are kept for good.
-inline PyObject *layers, *modules, *passed, *functions, *square_functions, *global_hooks,
-    *untouched, *module_call, *module_call_impl, *linear_class, *conv_class, *module_class,
-    *sequential_class;
+inline PyObject *layers, *float8_layers, *modules, *passed, *functions, *square_functions,
+    *global_hooks, *untouched, *module_call, *module_call_impl, *linear_class, *conv_class,
+    *module_class, *sequential_class;
 
 struct Reference {
   explicit Reference(PyObject* object) : object(object) {}

@@ -329,11 +329,11 @@ PyObject* know(PyObject*, PyObject* arguments) {
   PyObject* tables;
   if (!PyArg_ParseTuple(arguments, "OOOOOO", &tables, &decisions, &linear_class, &conv_class,
                         &module_class, &sequential_class) ||
-      !keep(layers, tables, "LAYERS") || !keep(modules, tables, "MODULES") ||
-      !keep(passed, tables, "PASSED") || !keep(functions, tables, "FUNCTIONS") ||
-      !keep(square_functions, tables, "SQUARES") || !keep(global_hooks, tables, "GLOBAL_HOOKS") ||
-      !keep(untouched, tables, "UNTOUCHED") || !keep(module_call, tables, "CALL") ||
-      !keep(module_call_impl, tables, "CALL_IMPL")) {
+      !keep(layers, tables, "LAYERS") || !keep(float8_layers, tables, "FLOAT8_LAYERS") ||
+      !keep(modules, tables, "MODULES") || !keep(passed, tables, "PASSED") ||
+      !keep(functions, tables, "FUNCTIONS") || !keep(square_functions, tables, "SQUARES") ||
+      !keep(global_hooks, tables, "GLOBAL_HOOKS") || !keep(untouched, tables, "UNTOUCHED") ||
+      !keep(module_call, tables, "CALL") || !keep(module_call_impl, tables, "CALL_IMPL")) {
     return nullptr;
   }
   Py_INCREF(arguments);  // for good

@@ -18,7 +18,8 @@ dtype_param = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def bits(t):
-    return t.contiguous().view(torch.uint8)
+    t = t.contiguous()
+    return (t if t.dim() else t[None]).view(torch.uint8)
 
 
 def assert_torchaos(made, values, dtype=E4M3):
@@ -40,6 +41,22 @@ def assert_sum(made, values):
     torch.testing.assert_close(made, want, rtol=0, atol=0, equal_nan=True)
 
 
+def assert_rows_alone(got, want):
+    """Without columns the rest has the same bits."""
+    assert got[1].shape == (0,) and got[1].dtype == want[1].dtype
+    for a, b in zip((got[0], *got[2:]), (want[0], *want[2:]), strict=True):
+        assert torch.equal(bits(a), bits(b))
+
+
+def assert_made_again(got, want, columns):
+    """The step of the backward also gives the forward's columns, to the bit."""
+    *results, hidden = got
+    *others, none = want
+    assert none.shape == (0,) and none.dtype == hidden.dtype == E4M3
+    assert hidden.is_contiguous() and torch.equal(bits(hidden), bits(columns))
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(results, others, strict=True))
+
+
 @kind_param
 @dtype_param
 @pytest.mark.parametrize("dtype8", [E4M3, E5M2], ids=["e4m3", "e5m2"])
@@ -48,6 +65,7 @@ def test_cast(kind, dtype, dtype8):
     made = fused._float8_cast(x, dtype8 == E5M2, True)
     assert_torchaos(made, x, dtype8)
     assert_sum(made[3], x)
+    assert_rows_alone(fused._float8_cast(x, dtype8 == E5M2, True, False), made)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +98,7 @@ def test_activation(kind, dtype, activation):
     z = special(kind, dtype)
     made = fused._float8_activation(z, NUMBERS[activation])
     assert_torchaos(made, ACTS[activation](z))
+    assert_rows_alone(fused._float8_activation(z, NUMBERS[activation], False), made)
 
 
 @pytest.mark.parametrize("activation", HIDDEN)
@@ -91,6 +110,9 @@ def test_activation_backward(kind, dtype, activation):
     made = fused._float8_activation_backward(grad, z, NUMBERS[activation], True)
     assert_torchaos(made, dz, E5M2)
     assert_sum(made[3], dz)
+    _, columns, _, scale = fused._float8_activation(z, NUMBERS[activation])
+    again = fused._float8_activation_backward(grad, z, NUMBERS[activation], True, scale)
+    assert_made_again(again, made, columns)
     if activation == "relu":
         bits_of_z = fused._relu_mask(z)
         made = fused._float8_activation_backward(grad, bits_of_z, NUMBERS["relu"], True)
@@ -107,6 +129,7 @@ def test_gating(dtype, activation, halves):
         gate, up = torch.cat([gate, up], 1).chunk(2, 1)
     made = fused._float8_gating(gate, up, NUMBERS[activation])
     assert_torchaos(made, ACTS[activation](gate) * up)
+    assert_rows_alone(fused._float8_gating(gate, up, NUMBERS[activation], False), made)
 
 
 @pytest.mark.parametrize("activation", HIDDEN)
@@ -120,13 +143,18 @@ def test_gating_backward(dtype, activation, together):
     grad_gate = gradient_of(activation, gate, grad * up)
     grad_up = grad * ACTS[activation](gate)
     made = fused._float8_gating_backward(grad, gate, up, NUMBERS[activation], together, True)
+    _, columns, _, scale = fused._float8_gating(gate, up, NUMBERS[activation])
+    again = fused._float8_gating_backward(
+        grad, gate, up, NUMBERS[activation], together, True, scale
+    )
+    assert_made_again(again, made, columns)
     if together:
         both = torch.cat([grad_gate, grad_up], 1)
         assert_torchaos(made[:4], both, E5M2)
         assert_sum(made[3], both)
         assert all(t.shape == (0,) for t in made[4:])
     else:
-        for four, values in ((made[:4], grad_gate), (made[4:], grad_up)):
+        for four, values in ((made[:4], grad_gate), (made[4:8], grad_up)):
             assert_torchaos(four, values, E5M2)
             assert_sum(four[3], values)
 

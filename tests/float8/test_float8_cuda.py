@@ -220,6 +220,21 @@ def test_torchao_itself():
 # --- casts behind activations ---------------------------------------------------------------------
 
 
+def assert_rows_alone(got, want):
+    """Without columns the rest has the same bits."""
+    assert got[1].shape == (0,)
+    for a, b in zip((got[0], *got[2:]), (want[0], *want[2:]), strict=True):
+        assert torch.equal(bits(a), bits(b))
+
+
+def assert_made_again(got, want, columns):
+    """The step of the backward also gives the forward's columns, to the bit."""
+    *results, hidden = got
+    *others, none = want
+    assert none.shape == (0,) and torch.equal(bits(hidden), bits(columns))
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(results, others, strict=True))
+
+
 def assert_activated(activation, got, values, dtype):
     if activation in EXACT:
         # Zeros may differ in their sign.
@@ -239,7 +254,9 @@ def assert_activated(activation, got, values, dtype):
 def test_the_cast_of_an_activation(size, dtype, activation):
     z = random(size, dtype, 2)
     h = ACTIVATIONS[activation](z)
-    assert_activated(activation, ops._float8_activation(z, NUMBERS[activation]), h, VALUES)
+    made = ops._float8_activation(z, NUMBERS[activation])
+    assert_activated(activation, made[:3], h, VALUES)
+    assert_rows_alone(ops._float8_activation(z, NUMBERS[activation], False), made)
 
 
 @dtypes
@@ -255,7 +272,8 @@ def test_an_activation_where_it_is_not_monotonic(dtype, activation, low, high):
         got = ops._float8_activation(z, NUMBERS[activation])
         assert torch.isfinite(got[0].float()).all()
         return assert_layouts(*got[:2])
-    assert_activated(activation, ops._float8_activation(z, NUMBERS[activation]), h, VALUES)
+    got = ops._float8_activation(z, NUMBERS[activation])
+    assert_activated(activation, got[:3], h, VALUES)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -263,7 +281,7 @@ def test_nan_and_inf_before_an_activation(activation):
     for value in (float("nan"), float("inf")):
         z = random((144, 272), torch.bfloat16)
         z[100, 200] = value
-        rows, columns, inverse = ops._float8_activation(z, NUMBERS[activation])
+        rows, columns, inverse, _ = ops._float8_activation(z, NUMBERS[activation])
         h = ACTIVATIONS[activation](z)
         assert_layouts(rows, columns)
         assert_same(inverse, scale_of(h, VALUES).reciprocal())
@@ -278,7 +296,11 @@ def test_the_cast_of_an_activations_gradient(size, dtype, activation):
     grad = random(size, dtype)
     (dz,) = torch.autograd.grad(ACTIVATIONS[activation](z), z, grad)
     z = z.detach()
-    *got, total = ops._float8_activation_backward(grad, z, NUMBERS[activation], True)
+    made = ops._float8_activation_backward(grad, z, NUMBERS[activation], True)
+    _, columns, _, scale = ops._float8_activation(z, NUMBERS[activation])
+    again = ops._float8_activation_backward(grad, z, NUMBERS[activation], True, scale)
+    assert_made_again(again, made, columns)
+    *got, total, _ = made
     assert_activated(activation, got, dz, GRADIENTS)
     if activation in EXACT:
         assert_sum(total, dz)
@@ -293,7 +315,7 @@ def test_relus_gradient_from_its_bit_mask(size, dtype):
     z, grad = random(size, dtype), random(size, dtype)
     mask = ops._relu_mask(torch.relu(z))
     dz = torch.where(z > 0, grad, 0)
-    *got, total = ops._float8_activation_backward(grad, mask, NUMBERS["relu"], True)
+    *got, total, _ = ops._float8_activation_backward(grad, mask, NUMBERS["relu"], True)
     assert_activated("relu", got, dz, GRADIENTS)
     assert_sum(total, dz)
 
@@ -312,7 +334,9 @@ def gate_and_up(size, dtype, packed):
 def test_the_cast_of_gating(size, dtype, activation, packed):
     gate, up = gate_and_up(size, dtype, packed)
     h = ACTIVATIONS[activation](gate) * up
-    assert_activated(activation, ops._float8_gating(gate, up, NUMBERS[activation]), h, VALUES)
+    made = ops._float8_gating(gate, up, NUMBERS[activation])
+    assert_activated(activation, made[:3], h, VALUES)
+    assert_rows_alone(ops._float8_gating(gate, up, NUMBERS[activation], False), made)
 
 
 @sizes
@@ -324,7 +348,11 @@ def test_the_cast_of_gatings_gradients(size, dtype, activation, together):
     grad = random(size, dtype)
     wanted = torch.autograd.grad(ACTIVATIONS[activation](gate) * up, (gate, up), grad)
     number = NUMBERS[activation]
-    got = ops._float8_gating_backward(grad, gate.detach(), up.detach(), number, together, True)
+    given = grad, gate.detach(), up.detach(), number, together, True
+    got = ops._float8_gating_backward(*given)
+    _, columns, _, scale = ops._float8_gating(*given[1:4])
+    assert_made_again(ops._float8_gating_backward(*given, scale), got, columns)
+    *got, _ = got
     if together:
         assert all(t.shape == (0,) for t in got[4:])
         parts = [(*got[:3], got[3], torch.cat(wanted, 1))]

@@ -5,7 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from recipe import HIDDEN, parameters
+import torch.nn.functional as F
+from recipe import ACTS, HIDDEN, parameters
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import torch_fused_linear as tfl
@@ -46,6 +48,9 @@ class Block:
         return self.call(*self.tensors)
 
 
+CASTS = [
+    getattr(torch.ops.fused, f"_float8_{name}").default for name in ("cast", "activation", "gating")
+]
 BLOCKS = ["linear", "mlp", "gated", "stacked"]
 block_param = pytest.mark.parametrize("name", BLOCKS)
 
@@ -166,19 +171,74 @@ def test_saved_tensor_hooks(name):
         assert torch.equal(a, b)
 
 
+def kept_bytes(call, parameters):
+    """Those of the tensors that a node saves, but the parameters themselves."""
+    kept = {}
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    with hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
+        call()
+    return sum(
+        t.nbytes for t in kept.values() if all(t.data_ptr() != p.data_ptr() for p in parameters)
+    )
+
+
 @pytest.mark.parametrize("activation", HIDDEN)
 def test_what_a_block_keeps(activation):
-    """Bytes an element: inputs and weights 1, pre-activations 2, of ReLU a bit."""
-    rows, sizes = 256, (64, 128, 32)
+    """Bytes an element: inputs and weights 1, hidden 2, of ReLU 1 and a bit."""
+    rows, sizes = 256, (64, 256, 64)
     weights, biases = parameters(sizes, torch.bfloat16)
     x = torch.randn(rows, 64, dtype=torch.bfloat16, requires_grad=True)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        tfl.float8_mlp(x, weights, biases, activation)
-    of_z = rows * 128 / 8 if activation == "relu" else 2 * rows * 128
-    of_weights = sum(w.numel() for w in weights)
-    scales = 4 * 4
-    assert sum(t.nbytes for t in kept) == rows * (64 + 128) + of_z + of_weights + scales
+    got = kept_bytes(lambda: tfl.float8_mlp(x, weights, biases, activation), weights)
+    hidden = 256 + 256 / 8 if activation == "relu" else 2 * 256
+    scales = 4 * (4 if activation == "relu" else 5)
+    assert got == rows * (64 + hidden) + sum(w.numel() for w in weights) + scales
+    if activation != "relu":  # of which bf16 keeps a bit and the output
+        in_bf16 = kept_bytes(lambda: tfl.mlp(x, weights, biases, activation), weights)
+        assert got < 0.8 * in_bf16
+
+
+@pytest.mark.parametrize("activation", HIDDEN)
+@pytest.mark.parametrize("is_stacked", [False, True], ids=["apart", "stacked"])
+def test_what_a_gated_block_keeps(activation, is_stacked):
+    """Bytes an element: inputs and weights 1, gate and up 2 each, what goes into down none."""
+    rows, features, hidden = 512, 64, 176
+    (gate, down), _ = parameters((features, hidden, features), torch.bfloat16)
+    (up,), _ = parameters((features, hidden), torch.bfloat16)
+    weights = [gate, up, down]
+    if is_stacked:
+        weights = [torch.cat([gate, up]).detach().requires_grad_(), None, down]
+    x = torch.randn(rows, features, dtype=torch.bfloat16, requires_grad=True)
+    own = [w for w in weights if w is not None]
+    got = kept_bytes(lambda: tfl.float8_gated_mlp(x, *weights, activation=activation), own)
+    scales = 4 * (len(own) + 3)
+    assert got == rows * (features + 4 * hidden) + sum(w.numel() for w in own) + scales
+
+    def in_bf16():  # by torch; gated_mlp keeps four bytes as well
+        gate_z, up_z = (F.linear(x, w) for w in (gate, up))
+        return F.linear(ACTS[activation](gate_z) * up_z, down)
+
+    assert got < 0.8 * kept_bytes(in_bf16, [gate, up, down])
+
+
+@pytest.mark.parametrize("name", ["mlp", "gated"])
+def test_columns_are_made_where_weights_train(name):
+    """Frozen weights have no use for the transposed copies of their inputs."""
+    block = Block(name)
+    for t in block.tensors[1:]:
+        t.requires_grad_(False)
+    columns = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **(kwargs or {}))
+            if function in CASTS:
+                columns.append(made[1].numel())
+            return made
+
+    with Watch():
+        block()
+    weights = [t.numel() for t in block.tensors[1:] if t.dim() == 2]
+    assert sorted(n for n in columns if n) == sorted(weights)  # for the input's gradient
 
 
 @block_param

@@ -21,15 +21,17 @@ SCHEMAS = {
 }
 CAST = "(Tensor rows, Tensor columns, Tensor inverse_scale"
 STEPS = {
-    "_float8_cast": f"(Tensor input, bool gradient, bool sum) -> {CAST}, Tensor sum)",
-    "_float8_activation": f"(Tensor z, int activation) -> {CAST})",
-    "_float8_activation_backward": "(Tensor grad, Tensor z, int activation, bool sum) -> "
+    "_float8_cast": "(Tensor input, bool gradient, bool sum, bool columns=True) -> "
     f"{CAST}, Tensor sum)",
-    "_float8_gating": f"(Tensor gate, Tensor up, int activation) -> {CAST})",
+    "_float8_activation": f"(Tensor z, int activation, bool columns=True) -> {CAST}, Tensor scale)",
+    "_float8_activation_backward": "(Tensor grad, Tensor z, int activation, bool sum, "
+    f"Tensor? scale=None) -> {CAST}, Tensor sum, Tensor hidden)",
+    "_float8_gating": "(Tensor gate, Tensor up, int activation, bool columns=True) -> "
+    f"{CAST}, Tensor scale)",
     "_float8_gating_backward": "(Tensor grad, Tensor gate, Tensor up, int activation, "
-    "bool together, bool sum) -> (Tensor rows_gate, Tensor columns_gate, "
+    "bool together, bool sum, Tensor? scale=None) -> (Tensor rows_gate, Tensor columns_gate, "
     "Tensor inverse_scale_gate, Tensor sum_gate, Tensor rows_up, Tensor columns_up, "
-    "Tensor inverse_scale_up, Tensor sum_up)",
+    "Tensor inverse_scale_up, Tensor sum_up, Tensor hidden)",
     "_float8_product": "(Tensor a, Tensor b, Tensor inverse_a, Tensor inverse_b, Tensor? bias, "
     "Tensor? add, ScalarType dtype, bool fast) -> Tensor",
 }
@@ -62,6 +64,7 @@ def samples(name, dtype=torch.float32, grad=False, device="cpu"):
     cast = fused._float8_cast
     if name == "_float8_cast":
         yield from ((t(32, 16), gradient, total) for gradient in (0, 1) for total in (0, 1))
+        yield (t(32, 16), True, True, False)
     elif name == "_float8_product":
         (a, _, sa, _), (b, _, sb, _) = cast(t(32, 64), True, False), cast(t(48, 64), False, False)
         for bias in (None, t(48)):
@@ -69,20 +72,25 @@ def samples(name, dtype=torch.float32, grad=False, device="cpu"):
                 yield (a, b, sa, sb, bias, add, dtype, True)
     else:
         grad, z, up = t(32, 16), t(32, 16), t(32, 16)
-        halves = t(32, 32).chunk(2, 1)
+        halves, scale = t(32, 32).chunk(2, 1), torch.tensor(3.0, device=device)
         for number in (NUMBERS[activation] for activation in HIDDEN):
             if name == "_float8_activation":
                 yield (z, number)
+                yield (z, number, False)
             elif name == "_float8_activation_backward":
                 yield (grad, z, number, True)
                 yield (grad, z, number, False)
+                yield (grad, z, number, True, scale)
             elif name == "_float8_gating":
                 yield (z, up, number)
                 yield (*halves, number)
+                yield (*halves, number, False)
             else:
                 yield (grad, z, up, number, False, True)
                 yield (grad, *halves, number, True, True)
                 yield (grad, *halves, number, True, False)
+                yield (grad, z, up, number, False, True, scale)
+                yield (grad, *halves, number, True, True, scale)
         if name == "_float8_activation_backward":
             yield (grad, fused._relu_mask(z), NUMBERS["relu"], True)
 
@@ -477,6 +485,16 @@ STEP_ERRORS = {
             r(4, 16), torch.zeros(4, 2, dtype=torch.uint8), 1, True
         ),
         "the ReLU mask must have 16 features",
+    ),
+    "scale": (
+        lambda: fused._float8_activation_backward(r(4, 16), r(4, 16), 2, True, r(1)),
+        "_float8_activation_backward: scale must be Float [] on cpu, got Float [1]",
+    ),
+    "scale of a mask": (
+        lambda: fused._float8_activation_backward(
+            r(4, 16), fused._relu_mask(r(4, 16)), 1, True, torch.tensor(1.0)
+        ),
+        "_float8_activation_backward: scale must be None where z is a bit mask",
     ),
     "none": (
         lambda: fused._float8_activation_backward(r(4, 16), r(4, 16), 0, True),

@@ -429,7 +429,7 @@ torch_fused_linear/fuse/plain.py: tests/fuse/test_fuse_trees.py
 -known = kind and cls.forward is forward and cls.__call__
 +known = kind and cls.__call__
 # a child of nn.Linear taken
--if kind is None and full_name(cls) != CONV1D:
+-if kind is None and full_name(cls) != CONV1D and not is_float8:
 +if kind is None and not isinstance(value, nn.Linear):
 # one GELU for the other
 -return name_of_gelu(module.approximate) if

@@ -35,6 +35,7 @@ from benchmarks import (
     float8,
     float8_training,
     gated,
+    invariance,
     machine,
     operands,
     results,
@@ -557,7 +558,9 @@ def test_a_tiny_training_in_fp8(device, tmp_path, capsys):
     runs = float8_training.main(arguments)
     assert {"bf16", "ours"} <= set(runs)
     saved = json.loads(files["json"].read_text())["results"]
-    assert len(saved) == 2 * len(runs) and {r["seed"] for r in saved} == {0, 1}
+    assert [r["case"]["seed"] for r in saved] == [0, 1]
+    for result in saved:
+        assert {*result["numbers"]} == {*result["losses"]} == {*result["speed"]} == {*runs}
     for name, mine in runs.items():
         assert [len(r["losses"]) for r in mine] == [8, 8], name
         for seed, run in enumerate(mine):
@@ -567,12 +570,104 @@ def test_a_tiny_training_in_fp8(device, tmp_path, capsys):
     assert float8_training.picture(runs) == files["svg"].read_text()
     lines = float8_training.summary(runs)
     assert len(lines) == len(runs) and lines[0] in capsys.readouterr().out
+    # It goes on where it was interrupted.
+    again = float8_training.main([*arguments, "--seeds", "3"])
+    before = {name: [run["losses"] for run in found] for name, found in runs.items()}
+    assert {name: [run["losses"] for run in found[:2]] for name, found in again.items()} == before
+    assert [len(found) for found in again.values()] == [3] * len(runs)
 
 
 def test_no_seed_begins_after_the_limit(capsys):
     runs = float8_training.main(["--tiny", "--device", "cpu", "--limit", "0.001"])
     assert not any(runs.values())
     assert "stopped before seed 0" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------- batch invariance
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_tiny_run_of_batch_invariance(device, tmp_path, capsys):
+    """A CPU has no batch-invariant products and no Triton: their rows say so."""
+    path = tmp_path / "invariance.json"
+    arguments = ["--tiny", "--device", device, "--seconds", "0.01", "--json", str(path)]
+    found = invariance.main(arguments)
+    assert json.loads(path.read_text())["results"] == json.loads(json.dumps(found))
+    cases = [*invariance.cases(True, torch.device(device))]
+    assert [row["case"] for row in found] == [{**c, "mode": m} for c, modes in cases for m in modes]
+    is_hopper = device == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+    for row in found:
+        is_product = row["case"]["activation"] == "none"
+        names = {*invariance.POLICIES, *(invariance.TRITON if is_product else ())}
+        assert {*row["numbers"], *row.get("failed", ())} == names and "auto" in row["numbers"]
+        assert all(number["median"] > 0 for number in row["numbers"].values())
+        if is_hopper:
+            assert "failed" not in row
+        elif device == "cpu":
+            assert {*row["failed"]} == names - {"auto"}
+            assert "NotImplementedError" in row["failed"]["batch_invariant"]
+    assert len(capsys.readouterr().out.splitlines()) == len(found)
+
+
+def test_no_row_of_batch_invariance_begins_after_the_limit():
+    assert invariance.main(["--tiny", "--device", "cpu", "--limit", "1e-9"]) == []
+
+
+@pytest.mark.parametrize("activation", ["none", "gelu", "silu"])
+def test_blocks_of_batch_invariance_are_torchs(activation):
+    sizes = [32, 64, 32] if activation != "none" else [32, 64]
+    data = invariance.Data({"sizes": sizes, "tokens": 16, "activation": activation}, CPU)
+    x, (first, *others), biases = data.x, data.weights, data.biases or [None, None]
+    want = torch.nn.functional.linear(x, first, biases[0])
+    if activation == "gelu":
+        want = torch.nn.functional.gelu(want, approximate="tanh")
+    elif activation == "silu":
+        want = torch.nn.functional.silu(want) * torch.nn.functional.linear(x, others[0])
+    if others:
+        want = torch.nn.functional.linear(want, others[-1], biases[1])
+    torch.testing.assert_close(data.forward(), want, rtol=2e-2, atol=2e-2)
+    assert data.grad.shape == want.shape
+    invariance.call_of("auto", "step", data)()
+    assert all(leaf.grad is not None for leaf in data.leaves)
+
+
+# Triton's interpreter has no bf16 in descriptors; an array of one element is no index in new NumPy.
+INTERPRETED = """
+import torch, triton.runtime.interpreter as interpreter
+patch = interpreter._patch_lang_tensor
+def patched(tensor, scope):
+    patch(tensor, scope)
+    tensor.__index__ = lambda self: int(self.handle.data.item())
+interpreter._patch_lang_tensor = patched
+from benchmarks.triton_product import TILES, product
+torch.manual_seed(0)
+for name in TILES:
+    for rows, features, inner in ((300, 264, 72), (5, 8, 16)):
+        x, w = torch.randn(rows, inner).half(), torch.randn(features, inner).half()
+        y, want = product(x, w, name), x.float() @ w.float().t()
+        torch.testing.assert_close(y.float(), want, rtol=2e-3, atol=2e-3)
+        assert torch.equal(product(x[:3], w, name), y[:3])
+print("equal")
+"""
+
+
+def test_tritons_product_is_torchs_and_batch_invariant():
+    pytest.importorskip("triton")
+    ended = python("-c", INTERPRETED, PYTHONPATH=str(ROOT), TRITON_INTERPRET="1")
+    assert ended.stdout == "equal\n"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", invariance.TRITON)
+def test_tritons_product_on_a_gpu(name):
+    from benchmarks.triton_product import TILES, product
+
+    assert tuple(TILES) == invariance.TRITON
+    x, w = (torch.randn(n, 264, device="cuda", dtype=torch.bfloat16) / 16 for n in (1000, 520))
+    y = product(x, w, name)
+    torch.testing.assert_close(y, torch.nn.functional.linear(x, w), rtol=2e-2, atol=2e-2)
+    assert torch.equal(product(x[:7].contiguous(), w, name), y[:7])
 
 
 # -------------------------------------------------------------------------------- the gate of speed

@@ -2,16 +2,18 @@
 
 import json
 import shutil
+import statistics
 from dataclasses import replace
 
 import pytest
 from bench_records import record_of
 from processes import ROOT
 
-from benchmarks import results
+from benchmarks import float8_training, results
 from benchmarks.cases import Case
-from benchmarks.pages.__main__ import CHART, main, render
-from benchmarks.pages.results import by_machine
+from benchmarks.pages.__main__ import CHART, DOCS, RESULTS, main, render
+from benchmarks.pages.results import by_machine, find, median
+from torch_fused_linear.timing import Number
 
 
 def test_no_table_and_no_chart_is_old(capsys):
@@ -63,6 +65,112 @@ def test_later_results_replace_earlier_ones_but_for_who_took_part_before(tables)
     text = tables((LATER, again), (HEADER, LAYERS))
     assert "| 40.0 µs | 65.0 µs | 1.62 |" in text and "50.0 µs" not in text
     assert "| 100 µs | 250 µs | 2.50 | 1.30 |" in text, "the compiler's, of the earlier run"
+
+
+def rows_of(text):
+    return [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in text.splitlines()
+        if "|" in line
+    ]
+
+
+def invariance(sizes, activation, tokens, mode, **numbers):
+    case = {"suite": "invariance", "sizes": sizes, "tokens": tokens, "dtype": "bf16"}
+    case |= {"activation": activation, "mode": mode}
+    return results.result(case, "us", {n: Number.once(v) for n, v in numbers.items()})
+
+
+def test_the_tables_of_batch_invariance(tmp_path):
+    block = ([768, 3072, 768], "gelu")
+    triton = {"triton 128x128": 400, "triton 128x256": 300}
+    found = [
+        invariance([4096, 4096], "none", 4096, "forward", auto=190, batch_invariant=200, **triton),
+        invariance(*block, 64, "forward", auto=20, batch_invariant=25),
+        invariance(*block, 64, "forward, captured", auto=16, batch_invariant=10),
+        invariance(*block, 8192, "forward", auto=99, batch_invariant=100),
+        invariance(*block, 8192, "step", auto=380),
+    ]
+    results.write(tmp_path / "h.json", HEADER, found)
+    machines = by_machine([tmp_path / "h.json"])
+    text = render("batch invariance", machines)
+    assert text.startswith("NVIDIA X1, torch 2.11, 2026-01-02:")
+    assert rows_of(text)[2:] == [
+        ["768→3072→768, gelu", "64", "20.0 µs / 25.0 µs: 0.80", "16.0 µs / 10.0 µs: 1.60", ""],
+        ["768→3072→768, gelu", "8192", "99.0 µs / 100 µs: 0.99", "", "380 µs: failed"],
+    ]
+    (row,) = rows_of(render("a batch-invariant product", machines))[2:]
+    times = ["200 µs", "190 µs", "400 µs", "300 µs"]
+    assert row == ["4096 x 4096→4096", *times, "0.95", "2.00", "1.50"]
+    assert render("everything", machines) == "Not measured yet.", "they have a page of their own"
+
+
+def test_the_table_of_training_in_fp8(tmp_path):
+    runs = {
+        "bf16": [
+            {"seed": k, "validation": v, "speed": 9e3, "losses": [v]} for k, v in ((0, 2), (1, 4))
+        ],
+        "ours": [
+            {"seed": k, "validation": v, "speed": 8e3, "losses": [v]} for k, v in ((0, 3), (1, 4))
+        ],
+    }
+    results.write(tmp_path / "h.json", HEADER, float8_training.as_results(runs))
+    rows = rows_of(render("FP8 training", by_machine([tmp_path / "h.json"])))[2:]
+    assert rows == [
+        ["bf16", "2", "3.0000 ± 1.4142", "", "9,000"],
+        ["ours", "2", "3.5000 ± 0.7071", "+0.5000 ± 0.7071", "8,000"],
+    ]
+
+
+H200 = by_machine(sorted(RESULTS.glob("*.json")))["NVIDIA H200"]
+
+
+def fp8(**case):
+    """By block, how many times as much as ours the others take."""
+    others, found = ("torchao", "ours in bf16"), find(H200, suite="float8", **case)
+    return {
+        (r["case"]["sizes"][0], r["case"]["activation"]): {
+            other: median(r, other) / median(r, "ours") for other in others
+        }
+        for r in found
+    }
+
+
+def test_what_the_page_says_of_steps_in_fp8():
+    clock, captured = fp8(mode="step"), fp8(mode="step, captured")
+    kernels, saved = fp8(mode="kernels"), fp8(mode="saved")
+    gated = (2048, "silu")
+    assert len(clock) == len(captured) == len(kernels) == 4
+    for block in clock:
+        assert clock[block]["torchao"] > 1.1 and captured[block]["torchao"] > 1.1
+        assert kernels[block]["torchao"] < captured[block]["torchao"] < clock[block]["torchao"]
+        pays = min(times[block]["ours in bf16"] for times in (clock, captured, kernels))
+        assert (pays > 1.15) == (block[0] >= 2048)
+    gains = [captured[width, "gelu"]["torchao"] for width in (1024, 2048, 4096)]
+    assert gains == sorted(gains, reverse=True)
+    assert kernels[gated]["torchao"] == pytest.approx(1, abs=0.03)
+    assert kernels[1024, "gelu"]["ours in bf16"] == pytest.approx(1, abs=0.03)
+    assert clock[1024, "gelu"]["ours in bf16"] < 1
+    assert {*saved} == {(1024, "gelu")}
+    assert 0.8 < saved[1024, "gelu"]["torchao"] < 1 < saved[1024, "gelu"]["ours in bf16"]
+
+
+def test_what_the_page_says_of_training_in_fp8():
+    found = sorted(find(H200, suite="float8-training"), key=lambda r: r["case"]["seed"])
+    assert [r["case"]["seed"] for r in found] == [0, 1, 2, 3]
+    losses = {arm: [median(r, arm) for r in found] for arm in ("bf16", "torchao", "ours")}
+    speeds = {arm: statistics.median(r["speed"][arm] for r in found) for arm in losses}
+    for arm in ("torchao", "ours"):
+        apart = statistics.fmean(losses[arm]) - statistics.fmean(losses["bf16"])
+        assert abs(apart) < statistics.stdev(losses["bf16"])
+    assert max(speeds, key=speeds.get) == "bf16"
+
+
+def test_the_picture_of_training_in_fp8_is_of_the_results():
+    found = find(H200, suite="float8-training")
+    runs = {a: [{"losses": r["losses"][a]} for r in found] for a in ("bf16", "torchao", "ours")}
+    picture = float8_training.picture(runs)
+    assert (DOCS / "figures" / "float8_training.svg").read_text() == picture
 
 
 @pytest.fixture

@@ -33,7 +33,9 @@ def fuse_(
     ``nn.Linear`` layers with ReLU, its square, GELU or SiLU between them run as
     :func:`torch_fused_linear.mlp`, a layer with its activation as one operator, ``nn.Conv2d`` and
     ReLU likewise, and ``act(gate(x)) * up(x)`` with the layer after it as
-    :func:`torch_fused_linear.gated_mlp`. Anything else runs the code as it was written.
+    :func:`torch_fused_linear.gated_mlp`. Layers that torchao's ``convert_to_float8_training`` has
+    made by its recipe ``tensorwise`` run as the operators in FP8; docs/float8.md says which.
+    Anything else runs the code as it was written.
 
     Modules stay the same objects of the same classes, and the model computes the same function
     whatever is done to it before or after. The function that holds the calls gets other code, once

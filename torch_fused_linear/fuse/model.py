@@ -93,7 +93,7 @@ class Model:
             self.paths[module] = path
             for name, child in children(module).items():
                 self._visit(child, f"{path}.{name}" if path else name)
-                if child in self.paths:
+                if type(child).__hash__ is not None and child in self.paths:
                     self._holders.setdefault(child, []).append((module, name))
 
     def chains(self, module: nn.Module) -> Iterator[Chain]:

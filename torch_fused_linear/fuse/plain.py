@@ -26,8 +26,9 @@ from .._torch_internals import (
 )
 from ..activations import name_of_gelu
 from ..subclasses import PLAIN, is_foreign
-from . import families
+from . import families, float8
 from .families import ACTIVATION_LIBRARIES, ACTIVATIONS, CONV1D, full_name
+from .float8 import Tensorwise
 from .runs import METHODS
 from .source import called_by
 
@@ -66,6 +67,7 @@ FUNCTIONS = (
 RELU, GELU, SILU, LINEAR = (as_made(F, name) for name in ("relu", "gelu", "silu", "linear"))
 # The forward of every class whose calls are known; one that was exchanged makes it unknown.
 LAYERS = {cls: as_made(cls, "forward") for cls in (nn.Linear, nn.Conv2d)}
+FLOAT8_LAYERS: set[type] = set()  # those of LAYERS that run in FP8, which C leaves to Python
 KNOWN = (nn.ReLU, nn.GELU, nn.SiLU)
 MODULES = {cls: (cls.__name__.lower(), as_made(cls, "forward")) for cls in KNOWN}
 PASSED = {cls: as_made(cls, "forward") for cls in (nn.Dropout, nn.Identity)}
@@ -85,19 +87,22 @@ def learn(value: object) -> None:
     """Makes known the class of a layer or an activation of another library."""
     cls = type(value)
     kind = ACTIVATIONS.get(full_name(cls))
-    if kind is None and full_name(cls) != CONV1D:
+    is_float8 = float8.is_float8(value) and float8.is_known(value)
+    if kind is None and full_name(cls) != CONV1D and not is_float8:
         return
     forward = as_made(next(c for c in cls.__mro__ if "forward" in vars(c)), "forward")
     known, what = (LAYERS, forward) if kind is None else (MODULES, (kind, forward))
     known.setdefault(cls, what)
+    if is_float8:
+        FLOAT8_LAYERS.add(cls)
 
 
 def kind_of_class(cls: type) -> str | None:
-    """Returns what a call of such a module is: ``"layer"``, an activation (``"gelu"`` of either
-    form), ``"dropout"`` or ``"identity"``; None where it is unknown, or somebody has put another
-    function into the class, or into torch."""
+    """Returns what a call of such a module is: ``"layer"``, ``"float8"``, an activation
+    (``"gelu"`` of either form), ``"dropout"`` or ``"identity"``; None where it is unknown, or
+    somebody has put another function into the class, or into torch."""
     if cls in LAYERS:
-        kind, forward = "layer", LAYERS[cls]
+        kind, forward = "float8" if cls in FLOAT8_LAYERS else "layer", LAYERS[cls]
     elif cls in PASSED:
         kind, forward = cls.__name__.lower(), PASSED[cls]
     else:
@@ -127,6 +132,11 @@ class Rules:
         return None if mark is None else "low" if mark else "default"
 
     @classmethod
+    def is_float8(cls, layer: object) -> bool:
+        """Returns whether it is a layer in FP8."""
+        return kind_of_class(type(layer)) == "float8"
+
+    @classmethod
     def is_spread(cls, layer: nn.Module) -> bool:
         """Returns whether its hooks are only ``ColwiseParallel``'s or ``RowwiseParallel``'s."""
         is_linear = not is_dynamo_compiling() and type(layer) is nn.Linear
@@ -148,7 +158,7 @@ class Rules:
         """False where torch's own function would raise an error, which then does."""
         if type(weight) not in PLAIN:  # a DTensor, between the hooks that make one of the input
             return not is_foreign(input)
-        if type(input) not in PLAIN or input.is_nested or not cls.agree(input, weight, bias):
+        if type(input) not in PLAIN or input.is_nested or not cls.agree(layer, input, weight, bias):
             return False
         if type(layer) is nn.Conv2d:
             is_image = weight.dim() == 4 and input.dim() in (3, 4)
@@ -164,8 +174,11 @@ class Rules:
         return all(len(pair) == 2 and all(type(n) is int for n in pair) for pair in pairs)
 
     @classmethod
-    def agree(cls, input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Returns whether they are on one device, and of one dtype unless autocast casts."""
+    def agree(cls, layer: nn.Module, input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        """Returns whether they are on one device, and of one dtype unless the layer, or autocast,
+        casts them."""
+        if cls.is_float8(layer):
+            return Tensorwise.agree(input, weight, bias)
         others = (input,) if bias is None else (input, bias)
         is_one = all(t.dtype == weight.dtype for t in others)
         kind = weight.device.type  # of which autocast may know nothing
@@ -176,7 +189,7 @@ class Rules:
     def parameters(cls, layer: nn.Module) -> tuple[Tensor, Tensor | None] | None:
         """Weight and bias of a layer that does nothing but apply them; None of any other."""
         held, kind = layer._parameters, kind_of_class(type(layer))
-        if kind != "layer" or cls.is_watched(layer) or F.linear is not LINEAR:
+        if kind not in ("layer", "float8") or cls.is_watched(layer) or F.linear is not LINEAR:
             return None
         if "weight" not in held or "bias" not in held:  # somebody made a buffer of it
             return None
@@ -191,6 +204,8 @@ class Rules:
         )  # others' want to see torch's calls
         if not is_known or not all(type(mode).__module__.startswith("torch.") for mode in modes):
             return None
+        if kind == "float8":
+            return None if Tensorwise.objection(layer, weight) else (weight, bias)
         # another library's layer has its weight transposed; the operators take any strides
         is_torchs_own = type(layer) is nn.Linear or type(layer) is nn.Conv2d
         return (weight if is_torchs_own else weight.t()), bias
@@ -219,7 +234,7 @@ class Rules:
         if not is_dynamo_compiling():
             learn(module)
         kind = kind_of_class(type(module))
-        if kind in (None, "layer", "dropout", "identity"):
+        if kind in (None, "layer", "float8", "dropout", "identity"):
             return None
         held = module.__dict__.get("act")  # of transformers' classes, and may be exchanged
         if held is not None and getattr(held, "__self__", None) is not module:
@@ -310,15 +325,18 @@ def layer_objection(layer: nn.Module, is_sharded: bool = False) -> str | None:
         return reason
     learn(layer)
     if kind not in LAYERS:
+        if float8.is_float8(layer):
+            return "this release of torchao has other options, which are not known"
         expected = "nn.Conv2d" if isinstance(layer, nn.Conv2d) else "nn.Linear"
         return f"{kind.__name__} is not exactly {expected}"
     weight = layer._parameters.get("weight")
     is_distributed = (is_sharded or Rules.is_spread(layer)) and type(weight).__name__ == "DTensor"
     if type(weight) is not nn.Parameter and not is_distributed:
         return f"its weight is a {type(weight).__name__}, not a plain nn.Parameter"
-    if weight.dtype not in DTYPES:
+    is_float8 = float8.is_float8(layer)
+    if weight.dtype not in (float8.DTYPES if is_float8 else DTYPES):
         return f"there are no fused kernels for {weight.dtype}"
-    return None
+    return Tensorwise.objection(layer, weight) if is_float8 else None
 
 
 def activation_objection(value: object, options: dict | None = None) -> str | None:

@@ -9,6 +9,7 @@ from torch import nn
 from .._torch_internals import forget_compiled
 from ..activations import ACTIVATIONS
 from . import plain
+from .float8 import is_float8
 from .model import FUSED, Chain, Element, Model, is_sequential, pass_over
 from .plain import MARK, MARKS
 from .report import Block, Report, Skipped
@@ -23,6 +24,8 @@ FOLD = (
     "fuse_linear_bn_eval)"
 )
 OUTSIDE = "its activation lies in another container"
+ALONE = "no layer in FP8 follows straight upon the product"
+MIXED = "some of its layers are in FP8 and others are not"
 SEEN = "what it returns is read elsewhere too, or something runs before its activation does"
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 Names = list[str]
@@ -44,12 +47,20 @@ class Unit:
     def is_convolution(self) -> bool:
         return isinstance(self.layers[0], nn.Conv2d)
 
+    @property
+    def is_float8(self) -> bool:
+        return is_float8(self.layers[0])
+
     def operators(self, layer: nn.Module) -> tuple[Names, Names]:
         """The operators that run for one layer before it is fused, and after."""
         known = ACTIVATIONS.get(self.kind)  # not while it is open which of the two GELUs it is
         drop, label = ["Dropout"] * drops(self.steps), known.label if known else self.kind.upper()
         fused = known.label_of_operator if known else "linear_gelu" if label else "linear"
         fused = "conv2d_relu" if self.is_convolution else fused
+        if self.is_float8:
+            fused = (
+                f"float8_linear ({known.label if known else label})" if label else "float8_linear"
+            )
         before = [*products([layer]), *drop, *[label] * bool(label)]
         after = ["Dropout"] * self.drops_after
         return [*before, *after], [fused, *drop, *after]
@@ -111,7 +122,8 @@ class Place:
         if chained:
             known = ACTIVATIONS.get(self.units[-2].kind)
             number = f" × {chained}" if chained > 2 else ""
-            after[len(after) - chained :] = [f"mlp ({known.label if known else 'GELU'}){number}"]
+            name = "float8_mlp" if self.units[-1].is_float8 else "mlp"
+            after[len(after) - chained :] = [f"{name} ({known.label if known else 'GELU'}){number}"]
         return before, after
 
     def _gated_operators(self, row: list[nn.Module]) -> tuple[Names, Names]:
@@ -120,6 +132,8 @@ class Place:
         gate, up, down = row[:1], row[1:number], row[number:]
         act = [label, *products(up)] if up else ["Chunk", label]
         before = [*products(gate), *act, "Mul", *drop, *products(down)]
+        if is_float8(gate[0]):
+            return before, [f"float8_gated_mlp ({label})"]
         if down and drop:
             return before, [f"linear_glu ({label})", *drop, "linear"]
         return before, [f"{'gated_mlp' if down else 'linear_glu'} ({label})"]
@@ -167,6 +181,9 @@ class Plan:
                 self._add_units(chain, group, i)
                 group, i = [], i + 1
                 continue
+            if group and (unit.is_float8 is not group[-1].is_float8):
+                self._add_units(chain, group, i)
+                group = []
             if unit.is_convolution or (group and group[-1].is_convolution):
                 self._add_units(chain, group, i)
                 group = []
@@ -236,7 +253,8 @@ class Plan:
         element = chain[end]
         is_fit = element.of(plain.is_linear) and element.step.is_bare and not element.parts
         is_alone = element.owner is group[0].steps[0].owner
-        return Unit([element]) if is_fit and is_alone else None
+        is_alike = is_fit and Unit([element]).is_float8 is group[-1].is_float8
+        return Unit([element]) if is_alike and is_alone else None
 
     def _choose(self, steps: Chain) -> bool:
         """Has the steps become one call; False where their code does not allow it."""
@@ -262,6 +280,10 @@ class Plan:
         found = []
         for row in map(list, zip(*columns)):
             if self._is_refused(row, steps[0], quiet=quiet):
+                continue
+            if len({*map(is_float8, row)}) > 1:
+                if not quiet:
+                    self._skip(row, MIXED, steps[0])
                 continue
             if all(self._is_fused(steps[0], layer) for layer in row):
                 if not quiet:
@@ -327,6 +349,11 @@ class Plan:
             return  # the two forms of a product are of different layers
         for steps in (self._with_down(chain), chain[:1]):
             columns = [e.of(plain.is_linear) for e in (*layers, *steps[1:][-1:])]
+            if reason := self._float8_objection(element, steps, columns):
+                is_refused = self._is_refused((m for row in columns for m in row), element)
+                if not is_refused and layers[0].place not in self._gated:
+                    self._skip(columns[0], reason, element)
+                continue
             if any(len({m.weight.shape for m in row}) > 1 for row in zip(*columns[: len(layers)])):
                 return  # they cannot be multiplied element by element
             rows = self._rows(steps, columns)
@@ -339,6 +366,15 @@ class Plan:
                 rows = [row for row in rows if id(row[0]) not in known]
                 if rows:
                     self.places.append(Place([], steps, rows, kinds[0]))
+
+    @staticmethod
+    def _float8_objection(element: Element, steps: Chain, columns: list) -> str | None:
+        """Why layers in FP8 cannot be one gated block, or None."""
+        if not any(is_float8(layer) for column in columns for layer in column):
+            return None
+        if any(form.number for form in element.step.forms):
+            return "its second half is activated, and the two halves have one scale"
+        return ALONE if len(steps) == 1 or drops(steps) else None
 
     def _with_down(self, chain: Chain) -> Chain:
         """The product, with the layer that takes it where that may be part of the same call."""

@@ -88,6 +88,8 @@ def gated(
     )
     if one is None or other is None or kind is None or one[0].shape != other[0].shape:
         return None
+    if Decision.is_float8(gate) is not Decision.is_float8(up):
+        return None
     return Decision._gated((x, one[0], other[0], one[1], other[1]), kind, gate, after)
 
 
@@ -104,6 +106,8 @@ def halves(
     weight, bias = held
     if number == 0:
         return Decision._gated((x, weight, None, bias, None), kind, layer, after)
+    if Decision.is_float8(layer):  # the halves, as weights of their own, would have two scales
+        return None
     up, gate = weight.chunk(2)
     up_bias, gate_bias = (None, None) if bias is None else bias.chunk(2)
     return Decision._gated((x, gate, up, gate_bias, up_bias), kind, layer, after)
@@ -123,14 +127,14 @@ class Decision(Rules):
     ) -> tuple[list[Call], int]:
         """The calls of marked layers from this place on, and the place behind them."""
         calls: list[Call] = []
-        i, features = start, None
+        i, before = start, ()
         while i < len(functions):
             layer = functions[i]
-            held = cls._held(layer, x) if not calls else cls._held_after(layer, features)
+            held = cls._held_after(layer, *before) if calls else cls._held(layer, x)
             if held is not None:
                 found, i = cls._with_activation(functions, i, held)
                 calls += found
-                features = held
+                before = layer, held
                 continue
             share = cls._share_of(layer) if calls else None
             if share is None:
@@ -197,6 +201,9 @@ class Decision(Rules):
                 x = function(x)
             elif len(layers) > 1:
                 weights, biases = [weight for weight, _ in held], [bias for _, bias in held]
+                if cls.is_float8(layers[0]):
+                    x = torch.ops.fused.float8_mlp(x, weights, biases, kind)
+                    continue
                 is_low = any(cls.memory_of(layer) == "low" for layer in layers)
                 memory = "low" if is_low else "default"
                 x = torch.ops.fused.mlp(x, weights, biases, kind, memory=memory)
@@ -209,6 +216,8 @@ class Decision(Rules):
         """One layer, with its activation."""
         if type(layer) is nn.Conv2d:
             return FusedConv2dReLU.forward(layer, x)
+        if cls.is_float8(layer):
+            return torch.ops.fused.float8_linear(x, *held, kind or "none")
         if kind is None:
             return cls._between_hooks(linear, layer, held, x)
         activation, memory = ACTIVATIONS[kind], cls.memory_of(layer) or "default"
@@ -235,17 +244,18 @@ class Decision(Rules):
         return held if held is not None and cls.fits(layer, x, *held) else None
 
     @classmethod
-    def _held_after(cls, layer: Function, before: Held) -> Held | None:
-        """Returns weight and bias of one that fits the output of a layer with these, or None."""
+    def _held_after(cls, layer: Function, before: nn.Module, given: Held) -> Held | None:
+        """Returns weight and bias of one that fits the output of the layer `before` with these, or
+        None. A layer in FP8 and one that is not are never in one run."""
         held = None if cls.memory_of(layer) is None else cls.parameters(layer)
-        if held is None:
+        if held is None or cls.is_float8(layer) is not cls.is_float8(before):
             return None
-        (weight, _), like = held, before[0]
+        (weight, _), like = held, given[0]
         if type(weight) not in PLAIN or type(like) not in PLAIN:
             return held if type(weight) is type(like) else None
         groups = layer.groups if type(layer) is nn.Conv2d else 1
         fits = weight.dim() == like.dim() and weight.shape[1] * groups == like.shape[0]
-        return held if fits and cls.agree(like, *held) else None
+        return held if fits and cls.agree(layer, like, *held) else None
 
     @classmethod
     def _matrix_of(cls, layer: Function, x: Any) -> Held | None:
@@ -321,12 +331,17 @@ class Decision(Rules):
                 return None
             if share is None:
                 features = weight.shape[0] // (2 if up is None else 1)
-                down = cls._down(function, weight, features)
+                down = cls._down(function, gate, weight, features)
                 if down is None:
                     return None
             elif share:
                 drops.append(function)
         options = {"activation": kind, "memory": cls.memory_of(gate) or "default"}
+        if cls.is_float8(gate):
+            if down is None or drops:
+                return None
+            tensors = x, weight, up, down[0], gate_bias, up_bias, down[1]
+            return torch.ops.fused.float8_gated_mlp(*tensors, kind)
         if down is not None and not drops:
             return gated_mlp(x, weight, up, down[0], gate_bias, up_bias, down[1], **options)
         h = linear_glu(x, weight, up, gate_bias, up_bias, **options)
@@ -335,10 +350,12 @@ class Decision(Rules):
         return h if down is None else linear(h, *down)
 
     @classmethod
-    def _down(cls, layer: Function, gate: Tensor, features: int) -> Held | None:
-        """Weight and bias of the layer after a gated one."""
+    def _down(cls, layer: Function, gate: nn.Module, like: Tensor, features: int) -> Held | None:
+        """Weight and bias of the layer after the gated one, whose weight is `like`."""
         is_marked = cls.memory_of(layer) is not None and type(layer) is not nn.Conv2d
         held = cls.parameters(layer) if is_marked else None
-        if held is None or type(held[0]) not in PLAIN or not cls.agree(gate, *held):
+        if held is None or cls.is_float8(layer) is not cls.is_float8(gate):
+            return None
+        if type(held[0]) not in PLAIN or not cls.agree(layer, like, *held):
             return None
         return held if held[0].dim() == 2 and held[0].shape[1] == features else None

@@ -93,9 +93,8 @@ __device__ float largest_in_block(float value, float* shared, int thread) {
   return value;
 }
 
-// The rows are walked from the bottom up by all chunks side by side: whoever made the matrix wrote
-// its last rows last, so they are in the cache; and the second kernel, which goes down, finds there
-// what this one read last.
+// The rows are walked from top to bottom by all chunks side by side, so that the second kernel,
+// which goes up, finds the last of them in the cache.
 template <typename Source, bool sums>
 __global__ void __launch_bounds__(maximum_threads, Source::operands == 1 ? maximum_blocks : 3)
     maximum_kernel(Source source, int64_t rows, int64_t cols, Scratch scratch) {
@@ -114,7 +113,7 @@ __global__ void __launch_bounds__(maximum_threads, Source::operands == 1 ? maxim
 #pragma unroll
       for (int i = 0; i < count; ++i) {
         raw[i] = typename Source::Raw{};
-        if (row + i * step < rows) raw[i] = source.load(rows - 1 - row - i * step, col);
+        if (row + i * step < rows) raw[i] = source.load(row + i * step, col);
       }
 #pragma unroll
       for (int i = 0; i < count; ++i) {
@@ -166,11 +165,13 @@ constexpr int rows_of_a_load = std::max(4, (Source::operands == 1   ? 16
                                                                     : 4) /
                                                (int{sizeof(typename Source::T)} / 2));
 
-// Without a bound the compiler widens all that has been loaded at once.
-template <typename Source>
-constexpr int cast_blocks = Source::results == 1              ? 5
-                            : sizeof(typename Source::T) == 2 ? 4
-                                                              : 3;
+// Without a bound the compiler widens all that has been loaded at once. `made` is the number of
+// results, and of what is made again.
+template <typename Source, int made>
+constexpr int cast_blocks = made == 1                         ? 5
+                            : sizeof(typename Source::T) == 2 ? 6 - made
+                            : made == 2                       ? 3
+                                                              : 2;
 
 template <__nv_fp8_interpretation_t kind>
 constexpr double top = kind == __NV_E4M3 ? 448.0 : 57344.0;
@@ -208,17 +209,19 @@ struct Targets {
   Target of[results];
 };
 
-// A thread casts 16 rows of eight columns, and transposes them in its registers.
-template <typename Source, __nv_fp8_interpretation_t kind>
-__global__ void __launch_bounds__(cast_threads, cast_blocks<Source>)
+// A thread casts 16 rows of eight columns, and transposes them in its registers; `again`, the
+// hidden values' too.
+template <typename Source, __nv_fp8_interpretation_t kind, bool again = false>
+__global__ void __launch_bounds__(cast_threads, cast_blocks<Source, Source::results + again>)
     cast_kernel(Source source, int64_t rows, int64_t cols, int tiles_across, bool together,
-                Scratch scratch, Targets<Source::results> targets) {
+                Scratch scratch, Targets<Source::results> targets, Hidden hidden) {
 #if __CUDA_ARCH__ >= FUSED_FLOAT8_ARCH
   using T = typename Source::T;
   constexpr int results = Source::results;
+  constexpr int made = results + again;
   constexpr int count = rows_of_a_load<Source>;
   const Place place = place_of(threadIdx.x);
-  const int64_t tile = blockIdx.x;
+  const int64_t tile = gridDim.x - 1 - blockIdx.x;
   const int64_t first_col = tile % tiles_across * Tile::cols;
   const int64_t row = tile / tiles_across * Tile::rows + place.row, col = first_col + place.col;
   const int present = static_cast<int>(min(rows - row, int64_t{16}));  // of the thread's rows
@@ -250,8 +253,9 @@ __global__ void __launch_bounds__(cast_threads, cast_blocks<Source>)
     scale[r] = scale_of<kind>(scale[r]);
     if (blockIdx.x == 0 && threadIdx.x == 0) {
       *targets.of[r].inverse_scale = __frcp_rn(scale[r]);
+      if (targets.of[r].scale != nullptr) *targets.of[r].scale = scale[r];
     }
-    // The first tiles are one for each of the columns.
+    // The last tiles, which are the first to run, are one for each of the columns.
     if (blockIdx.x < tiles_across && targets.of[r].sums != nullptr) {
       add_up<T>(scratch.partials + int64_t{r} * scratch.chunks * cols, scratch.chunks, cols,
                 first_col, targets.of[r].sums);
@@ -259,7 +263,9 @@ __global__ void __launch_bounds__(cast_threads, cast_blocks<Source>)
   }
   if (!inside) return;
 
-  uint32_t columns[results][width][4];
+  [[maybe_unused]] float hidden_scale;
+  if constexpr (again) hidden_scale = *hidden.scale;
+  uint32_t columns[made][width][4];
 #pragma unroll
   for (int begin = 0; begin < 16; begin += count) {
     if (begin > 0) {
@@ -270,7 +276,7 @@ __global__ void __launch_bounds__(cast_threads, cast_blocks<Source>)
     }
 #pragma unroll
     for (int quad = 0; quad < count; quad += 4) {
-      uint32_t lines[results][2][4];
+      uint32_t lines[made][2][4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float values[results][width];
@@ -284,9 +290,15 @@ __global__ void __launch_bounds__(cast_threads, cast_blocks<Source>)
                      (row + begin + quad + i) * targets.of[r].ld + col;
           *reinterpret_cast<uint2*>(to) = make_uint2(lines[r][0][i], lines[r][1][i]);
         }
+        if constexpr (again) {
+          float others[width];
+          source.hidden(raw[quad + i], others);
+          lines[results][0][i] = to_bytes<__NV_E4M3>(others, hidden_scale);
+          lines[results][1][i] = to_bytes<__NV_E4M3>(others + 4, hidden_scale);
+        }
       }
 #pragma unroll
-      for (int r = 0; r < results; ++r) {
+      for (int r = 0; r < made; ++r) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           transpose_bytes(lines[r][half]);
@@ -299,10 +311,12 @@ __global__ void __launch_bounds__(cast_threads, cast_blocks<Source>)
     }
   }
 #pragma unroll
-  for (int r = 0; r < results; ++r) {
+  for (int r = 0; r < made; ++r) {
+    auto* first = static_cast<uint8_t*>(r < results ? targets.of[r].columns : hidden.columns);
+    if (first == nullptr) continue;
 #pragma unroll
     for (int j = 0; j < width; ++j) {
-      auto* to = static_cast<uint8_t*>(targets.of[r].columns) + (col + j) * rows + row;
+      auto* to = first + (col + j) * rows + row;
       const uint32_t(&c)[4] = columns[r][j];
       if (rows % 16 == 0) {
         *reinterpret_cast<uint4*>(to) = make_uint4(c[0], c[1], c[2], c[3]);
@@ -322,16 +336,22 @@ __global__ void __launch_bounds__(cast_threads, cast_blocks<Source>)
 
 template <__nv_fp8_interpretation_t kind, bool sums, typename Source>
 void run(const Size& size, const Source& source, const Targets<Source::results>& targets,
-         bool together, void* data, cudaStream_t stream) {
+         bool together, void* data, cudaStream_t stream, const Hidden& hidden = {}) {
   const Scratch scratch(size, Source::results, data);
   const Walk walk = walk_of(size);
   kernels::launch_early(maximum_kernel<Source, sums>, walk.grid, walk.block, 1, stream, source,
                         size.rows, size.cols, scratch);
   const int64_t across = std::max<int64_t>(1, (size.cols + Tile::cols - 1) / Tile::cols);
   const int64_t down = std::max<int64_t>(1, (size.rows + Tile::rows - 1) / Tile::rows);
-  kernels::launch_early(cast_kernel<Source, kind>, dim3(across * down), dim3(cast_threads), 1,
-                        stream, source, size.rows, size.cols, static_cast<int>(across), together,
-                        scratch, targets);
+  const auto launch = [&](auto* kernel) {
+    kernels::launch_early(kernel, dim3(across * down), dim3(cast_threads), 1, stream, source,
+                          size.rows, size.cols, static_cast<int>(across), together, scratch,
+                          targets, hidden);
+  };
+  if constexpr (requires { &Source::hidden; }) {
+    if (hidden.columns != nullptr) return launch(cast_kernel<Source, kind, true>);
+  }
+  launch(cast_kernel<Source, kind>);
 }
 
 template <typename Fn>

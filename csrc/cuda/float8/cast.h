@@ -29,9 +29,17 @@ struct Values {
 struct Target {
   void* rows = nullptr;  // [rows, cols] of 8 bits, with this row stride
   int64_t ld = 0;
-  void* columns = nullptr;         // [cols, rows], contiguous
+  void* columns = nullptr;         // [cols, rows], contiguous; or nothing
   float* inverse_scale = nullptr;  // a number
   void* sums = nullptr;            // [cols] of the values' type; or nothing
+  float* scale = nullptr;          // a number; or nothing
+};
+
+// The columns of what the forward has cast to e4m3 with this scale, made again in the pass over
+// what it was made of.
+struct Hidden {
+  const float* scale = nullptr;
+  void* columns = nullptr;  // [cols, rows], contiguous; or nothing
 };
 
 struct Size {
@@ -54,20 +62,21 @@ void cast(const Size& size, const Values& input, bool gradient, const Target& ta
 void cast_activation(const Size& size, Activation activation, const Values& z, const Target& target,
                      void* scratch, cudaStream_t stream);
 
-// act'(z) · grad to e5m2, rounded to z's type before; `mask`: z is the bits of relu_mask.cu.
+// act'(z) · grad to e5m2, rounded to z's type before, and act(z) again; `mask`: z is the bits of
+// relu_mask.cu, which do not give act(z).
 void cast_activation_backward(const Size& size, Activation activation, const Values& grad,
-                              const Values& z, bool mask, const Target& target, void* scratch,
-                              cudaStream_t stream);
+                              const Values& z, bool mask, const Target& target,
+                              const Hidden& hidden, void* scratch, cudaStream_t stream);
 
 // act(gate) · up to e4m3, each factor and the product rounded to z's type before.
 void cast_gating(const Size& size, Activation activation, const Values& gate, const Values& up,
                  const Target& target, void* scratch, cudaStream_t stream);
 
-// The gradients of gate and up to e5m2; `together`: with one scale for both, which stands at both
-// targets' inverse_scale.
+// The gradients of gate and up to e5m2, and act(gate) · up again; `together`: with one scale for
+// both, which stands at both targets' inverse_scale.
 void cast_gating_backward(const Size& size, Activation activation, const Values& grad,
                           const Values& gate, const Values& up, const Target& gate_target,
-                          const Target& up_target, bool together, void* scratch,
-                          cudaStream_t stream);
+                          const Target& up_target, bool together, const Hidden& hidden,
+                          void* scratch, cudaStream_t stream);
 
 }  // namespace fused::cuda::float8

@@ -27,12 +27,13 @@ void cast_gating(const Size& size, Activation activation, const Values& gate, co
 
 void cast_gating_backward(const Size& size, Activation activation, const Values& grad,
                           const Values& gate, const Values& up, const Target& gate_target,
-                          const Target& up_target, bool together, void* scratch,
-                          cudaStream_t stream) {
+                          const Target& up_target, bool together, const Hidden& hidden,
+                          void* scratch, cudaStream_t stream) {
   with_both(size, activation, [&](auto element, auto constant) {
     using T = decltype(element);
     const GatedGradient<T, constant.value> source{Matrix<T>(grad), Matrix<T>(gate), Matrix<T>(up)};
-    run<__NV_E5M2, true>(size, source, {{gate_target, up_target}}, together, scratch, stream);
+    run<__NV_E5M2, true>(size, source, {{gate_target, up_target}}, together, scratch, stream,
+                         hidden);
   });
 }
 

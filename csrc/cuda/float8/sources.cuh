@@ -97,6 +97,26 @@ struct Plain {
   __device__ static void values(const Raw& raw, float (&to)[1][width]) { widen<T>(raw, to[0]); }
 };
 
+// act(z) as a tensor in between would have it.
+template <typename T, Activation activation>
+__device__ void activated(const Eight<T>& z, float (&to)[width]) {
+  widen<T>(z, to);
+#pragma unroll
+  for (int j = 0; j < width; ++j) to[j] = kernels::activate<activation, is_quick<T>>(to[j]);
+  if constexpr (activation != Activation::relu) round_to<T>(to);
+}
+
+// act(gate) · up
+template <typename T, Activation activation>
+__device__ void gated(const Eight<T>& gate, const Eight<T>& up, float (&to)[width]) {
+  float other[width];
+  activated<T, activation>(gate, to);
+  widen<T>(up, other);
+#pragma unroll
+  for (int j = 0; j < width; ++j) to[j] *= other[j];
+  round_to<T>(to);
+}
+
 template <typename Element, Activation activation>
 struct Activated {
   using T = Element;
@@ -106,12 +126,7 @@ struct Activated {
   using Raw = Eight<T>;
   __device__ Raw load(int64_t row, int64_t col) const { return z.at(row, col); }
   __device__ static void values(const Raw& raw, float (&to)[1][width]) {
-    widen<T>(raw, to[0]);
-#pragma unroll
-    for (int j = 0; j < width; ++j) {
-      to[0][j] = kernels::activate<activation, is_quick<T>>(to[0][j]);
-    }
-    if constexpr (activation != Activation::relu) round_to<T>(to[0]);
+    activated<T, activation>(raw, to[0]);
   }
 };
 
@@ -136,6 +151,9 @@ struct Gradient {
       to[0][j] = kernels::activation_gradient<activation, is_quick<T>, float>(to[0][j], z[j]);
     }
     round_to<T>(to[0]);
+  }
+  __device__ static void hidden(const Raw& raw, float (&to)[width]) {
+    activated<T, activation>(raw.z, to);
   }
 };
 
@@ -174,17 +192,7 @@ struct Gated {
     return {gate.at(row, col), up.at(row, col)};
   }
   __device__ static void values(const Raw& raw, float (&to)[1][width]) {
-    float up[width];
-    widen<T>(raw.gate, to[0]);
-    widen<T>(raw.up, up);
-#pragma unroll
-    for (int j = 0; j < width; ++j) {
-      to[0][j] = kernels::activate<activation, is_quick<T>>(to[0][j]);
-    }
-    round_to<T>(to[0]);
-#pragma unroll
-    for (int j = 0; j < width; ++j) to[0][j] *= up[j];
-    round_to<T>(to[0]);
+    gated<T, activation>(raw.gate, raw.up, to[0]);
   }
 };
 
@@ -220,6 +228,9 @@ struct GatedGradient {
     }
     round_to<T>(to[0]);
     round_to<T>(to[1]);
+  }
+  __device__ static void hidden(const Raw& raw, float (&to)[width]) {
+    gated<T, activation>(raw.gate, raw.up, to);
   }
 };
 

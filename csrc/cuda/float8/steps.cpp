@@ -17,7 +17,7 @@
 namespace fused::cuda::float8 {
 namespace {
 
-using fused::float8::Octuple, fused::float8::Reference;
+using fused::float8::Nonuple, fused::float8::Reference;
 
 constexpr int least_arch = 89, most_devices = 64;  // device_of refuses more
 
@@ -54,21 +54,28 @@ struct Operand {
 
 bool fits(const Tensor& matrix) { return matrix.size(1) % multiple == 0; }
 
+Tensor columns_of(const Tensor& like, at::ScalarType type, bool wanted, int64_t times = 1) {
+  return wanted ? empty({times * like.size(1), like.size(0)}, like, type) : empty({0}, like, type);
+}
+
 // A cast's results, of `times` targets next to each other.
 struct Result {
   Tensor rows, columns, inverse, sums;
 
-  Result(const Tensor& like, at::ScalarType type, bool wants_sums, int64_t times = 1)
+  Result(const Tensor& like, at::ScalarType type, bool wants_sums, bool wants_columns = true,
+         int64_t times = 1)
       : rows(empty({like.size(0), times * like.size(1)}, like, type)),
-        columns(empty({times * like.size(1), like.size(0)}, like, type)),
+        columns(columns_of(like, type, wants_columns, times)),
         inverse(empty({}, like, at::kFloat)),
         sums(empty({wants_sums ? times * like.size(1) : 0}, like)) {}
 
   Target target(int64_t which = 0) const {
-    const int64_t cols = rows.size(1), part = columns.size(0) / 2 * which;
-    Target target{static_cast<char*>(rows.data_ptr()) + part, cols,
-                  static_cast<char*>(columns.data_ptr()) + part * columns.size(1),
-                  inverse.data_ptr<float>(), nullptr};
+    const int64_t cols = rows.size(1), part = cols / 2 * which;
+    Target target{static_cast<char*>(rows.data_ptr()) + part, cols, nullptr,
+                  inverse.data_ptr<float>()};
+    if (columns.numel() > 0) {
+      target.columns = static_cast<char*>(columns.data_ptr()) + part * columns.size(1);
+    }
     if (sums.numel() > 0) {
       target.sums = static_cast<char*>(sums.data_ptr()) + part * sums.element_size();
     }
@@ -82,77 +89,97 @@ Size size_of(const Tensor& matrix) {
           properties->multiProcessorCount};
 }
 
+// Of what the backward makes again: its scale, and its columns or [0].
+struct Again {
+  OptionalTensor scale;
+  Tensor columns;
+
+  Again(const Tensor& like, const OptionalTensor& scale)
+      : scale(scale), columns(columns_of(like, at::kFloat8_e4m3fn, has_value(scale))) {}
+
+  Hidden hidden() const {
+    return has_value(scale) ? Hidden{scale->data_ptr<float>(), columns.data_ptr()} : Hidden{};
+  }
+};
+
 struct Cuda {
   static constexpr bool obeys_policy = true;
   static bool is_usable(const at::TensorBase& like) {
     return reason_against(like.get_device()) == nullptr;
   }
 
-  static Quadruple cast(const Tensor& input, bool gradient, bool sum) {
-    if (!fits(input)) return Reference::cast(input, gradient, sum);
+  static Quadruple cast(const Tensor& input, bool gradient, bool sum, bool columns) {
+    if (!fits(input)) return Reference::cast(input, gradient, sum, columns);
     const Launch launch(input, 1);
     const Operand operand(input);
-    const Result result(input, gradient ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn, sum);
+    const Result result(input, gradient ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn, sum, columns);
     float8::cast(launch.size, operand.values, gradient, result.target(), launch.scratch.data(),
                  launch.stream);
     return {result.rows, result.columns, result.inverse, result.sums};
   }
 
-  static Triple activation(const Tensor& z, Activation activation) {
-    if (!fits(z)) return Reference::activation(z, activation);
+  static Quadruple activation(const Tensor& z, Activation activation, bool columns) {
+    if (!fits(z)) return Reference::activation(z, activation, columns);
     const Launch launch(z, 1);
     const Operand operand(z);
-    const Result result(z, at::kFloat8_e4m3fn, false);
-    cast_activation(launch.size, activation, operand.values, result.target(), launch.scratch.data(),
-                    launch.stream);
-    return {result.rows, result.columns, result.inverse};
+    return with_scale(z, columns, [&](const Target& target) {
+      cast_activation(launch.size, activation, operand.values, target, launch.scratch.data(),
+                      launch.stream);
+    });
   }
 
-  static Quadruple activation_backward(const Tensor& grad, const Tensor& z, Activation activation,
-                                       bool sum) {
-    if (!fits(grad)) return Reference::activation_backward(grad, z, activation, sum);
+  static Quintuple activation_backward(const Tensor& grad, const Tensor& z, Activation activation,
+                                       bool sum, const OptionalTensor& scale) {
+    if (!fits(grad)) return Reference::activation_backward(grad, z, activation, sum, scale);
     const Launch launch(grad, 1);
     const bool mask = z.scalar_type() == at::kByte;
     const Operand gradient(grad), saved(z);
     const Result result(grad, at::kFloat8_e5m2, sum);
+    const Again again(grad, scale);
     cast_activation_backward(launch.size, activation, gradient.values, saved.values, mask,
-                             result.target(), launch.scratch.data(), launch.stream);
-    return {result.rows, result.columns, result.inverse, result.sums};
+                             result.target(), again.hidden(), launch.scratch.data(), launch.stream);
+    return {result.rows, result.columns, result.inverse, result.sums, again.columns};
   }
 
-  static Triple gating(const Tensor& gate, const Tensor& up, Activation activation) {
+  static Quadruple gating(const Tensor& gate, const Tensor& up, Activation activation,
+                          bool columns) {
     if (!fits(gate) || activation == Activation::none) {
-      return Reference::gating(gate, up, activation);
+      return Reference::gating(gate, up, activation, columns);
     }
     const Launch launch(gate, 1);
     const Operand first(gate), second(up);
-    const Result result(gate, at::kFloat8_e4m3fn, false);
-    cast_gating(launch.size, activation, first.values, second.values, result.target(),
-                launch.scratch.data(), launch.stream);
-    return {result.rows, result.columns, result.inverse};
+    return with_scale(gate, columns, [&](const Target& target) {
+      cast_gating(launch.size, activation, first.values, second.values, target,
+                  launch.scratch.data(), launch.stream);
+    });
   }
 
-  static Octuple gating_backward(const Tensor& grad, const Tensor& gate, const Tensor& up,
-                                 Activation activation, bool together, bool sum) {
+  static Nonuple gating_backward(const Tensor& grad, const Tensor& gate, const Tensor& up,
+                                 Activation activation, bool together, bool sum,
+                                 const OptionalTensor& scale) {
     if (!fits(gate) || activation == Activation::none) {
-      return Reference::gating_backward(grad, gate, up, activation, together, sum);
+      return Reference::gating_backward(grad, gate, up, activation, together, sum, scale);
     }
     const Launch launch(gate, 2);
     const Operand gradient(grad), first(gate), second(up);
+    const Again again(gate, scale);
     const auto run = [&](const Target& of_gate, const Target& of_up) {
       cast_gating_backward(launch.size, activation, gradient.values, first.values, second.values,
-                           of_gate, of_up, together, launch.scratch.data(), launch.stream);
+                           of_gate, of_up, together, again.hidden(), launch.scratch.data(),
+                           launch.stream);
     };
     constexpr auto type = at::kFloat8_e5m2;
     if (together) {
-      const Result both(gate, type, sum, 2);
+      const Result both(gate, type, sum, true, 2);
       run(both.target(0), both.target(1));
       const auto none = empty({0}, gate);
-      return {both.rows, both.columns, both.inverse, both.sums, none, none, none, none};
+      return {both.rows, both.columns, both.inverse, both.sums,    none,
+              none,      none,         none,         again.columns};
     }
     const Result a(gate, type, sum), b(gate, type, sum);
     run(a.target(), b.target());
-    return {a.rows, a.columns, a.inverse, a.sums, b.rows, b.columns, b.inverse, b.sums};
+    return {a.rows,    a.columns, a.inverse, a.sums,       b.rows,
+            b.columns, b.inverse, b.sums,    again.columns};
   }
 
   static Tensor product(const Tensor& a, const Tensor& b, const Tensor& inverse_a,
@@ -165,6 +192,17 @@ struct Cuda {
   }
 
  private:
+  // The cast of what the backward can make again, by its scale.
+  template <typename Fn>
+  static Quadruple with_scale(const Tensor& like, bool columns, const Fn& run) {
+    const Result result(like, at::kFloat8_e4m3fn, /*wants_sums=*/false, columns);
+    const auto scale = empty({}, like, at::kFloat);
+    auto target = result.target();
+    target.scale = scale.data_ptr<float>();
+    run(target);
+    return {result.rows, result.columns, result.inverse, scale};
+  }
+
   // What a cast to so many targets needs of the device, which is the current one meanwhile.
   struct Launch {
     c10::cuda::CUDAGuard guard;
