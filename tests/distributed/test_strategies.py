@@ -66,6 +66,8 @@ def test_every_operator_has_a_rule(four):
     made.remove("_ensemble_linear")  # vmap makes it, which does not take sharded tensors
     # compiled graphs do, with what tensors hold
     made -= {"_accumulated_weight_gradient", "_storages"}
+    # FP8 refuses sharded tensors: its scales are of the largest value on all devices.
+    made -= {operator for operator in made if operator.lstrip("_").startswith("float8_")}
     assert made == {*sharding.RULES, "mlp"}
     assert four.run(checks.known_to_dtensor)[0] == made
 
