@@ -13,6 +13,13 @@ either: see `row_sums` and `attend`.
 A CPU cannot hold the policy: there the example says so, and shows the difference alone.
 """
 
+from __future__ import annotations
+
+import signal
+from argparse import ArgumentDefaultsHelpFormatter as WithDefaults
+from argparse import ArgumentParser
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 
@@ -98,19 +105,28 @@ def differences(policy, device):
         return {b: int((trained_on(w, tokens, b) != said)[going].sum()) for b in (1, 7, PROMPTS)}
 
 
-def main():
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def main(arguments: list[str] | None = None) -> dict:
+    """Runs the example; -> for each policy that holds here, how many numbers differ by batch."""
+    parser = ArgumentParser(description=__doc__.split("\n")[0], formatter_class=WithDefaults)
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("example_pictures"), help="not used: it draws nothing")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    given = parser.parse_args(arguments)
+    found = {}
     for policy in ("auto", "batch_invariant"):
         try:
-            counts = differences(policy, device)
+            counts = differences(policy, given.device)
         except NotImplementedError as why:
             print(f"{policy}: not held here. {why}")
             continue
+        found[policy] = counts
         for batch, count in counts.items():
             print(f"{policy}: trained {batch} at a time, {count} log-probabilities differ")
         if policy == "batch_invariant":
             assert not any(counts.values())
+    return found
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, without a traceback
     main()

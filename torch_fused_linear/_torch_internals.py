@@ -29,6 +29,8 @@ from torch.utils._pytree import tree_leaves
 
 #: The attributes of a module that hold the hooks of its calls, and what every module has of each.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: Whether Dynamo guards an entry of __dict__, and not more cheaply than an attribute: from 2.15 on.
+GUARDS_ENTRIES = False
 GLOBAL_HOOKS = tuple(getattr(nn.modules.module, f"_global{kind}") for kind in HOOKS)
 
 
@@ -50,20 +52,26 @@ def added_behaviour(module: nn.Module, hooks: Iterable[str] = HOOKS) -> str | No
     Returns:
         The rest of a sentence about the module, such as ``"has forward hooks"``, or None.
     """
-    own = module.__dict__
-    if is_dynamo_compiling():  # which guards what is looked up, an entry of __dict__ it does not
+    own, is_traced = module.__dict__, is_dynamo_compiling()
+    if is_traced:  # Dynamo guards what is looked up, an entry of __dict__ it may not
         _ = module.forward, type(module) is nn.Conv2d and module._conv_forward
     for kind in hooks:
-        if own.get(kind):
+        if getattr(module, kind, None) if is_traced and GUARDS_ENTRIES else own.get(kind):
             return f"has {kind.strip('_').replace('_', ' ')}"
     for name in ("forward", "_call_impl", "weight", "bias", "_conv_forward"):
         if name in own:
             return f"has a {name.strip('_')} of its own, set on the object"
     if own.get("_compiled_call_impl") is not None:
         return "was compiled"
-    if "parametrizations" in own["_modules"]:
+    if not is_traced and "parametrizations" in own["_modules"]:  # else its class is another
         return "has a parametrisation"
     return None
+
+
+def learn_dynamo() -> None:
+    """Finds out what Dynamo guards; called when it has been imported."""
+    global GUARDS_ENTRIES
+    GUARDS_ENTRIES = hasattr(torch._dynamo.variables.dicts, "DunderDictVariable")
 
 
 def function_modes() -> list:

@@ -390,6 +390,15 @@ def test_ppo(device, run):
     assert len(found["paths"]) > 0
 
 
+@device_param
+def test_on_policy(device, run):
+    found = run("on_policy", device)
+    assert found["auto"].keys() == {1, 7, 24}
+    holds = device != "cpu" and torch.cuda.get_device_capability() == (9, 0)
+    assert ("batch_invariant" in found) or not holds
+    assert not any(found.get("batch_invariant", {}).values())
+
+
 def test_each_example_is_run_on_both_machines():
     """By tests whose device is a parameter, or by one for each."""
     text = Path(__file__).read_text()

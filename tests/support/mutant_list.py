@@ -408,7 +408,7 @@ torch_fused_linear/_torch_internals.py: tests/fuse/test_fuse.py
 
 torch_fused_linear/_torch_internals.py: tests/fuse/test_fuse_trees.py
 # a hook that sees nothing
--        if own.get(kind):
+-        if getattr(module, kind, None) if is_traced and GUARDS_ENTRIES else own.get(kind):
 +        if False:
 
 torch_fused_linear/fuse/plan.py: tests/fuse/test_fuse.py
@@ -443,8 +443,8 @@ torch_fused_linear/fuse/run.py: tests/fuse/test_fuse_trees.py tests/fuse/test_fu
 -            weights, biases = [weight for weight, _ in held], [bias for _, bias in held]
 +            weights, biases = [weight for weight, _ in held], [None for _ in held]
 # the two layers of a gate exchanged
--    return Decision._gated((x, one[0], other[0], one[1], other[1]), kind, gate, after)
-+    return Decision._gated((x, other[0], one[0], other[1], one[1]), kind, gate, after)
+-    return DECISION._gated((x, one[0], other[0], one[1], other[1]), kind, gate, after)
++    return DECISION._gated((x, other[0], one[0], other[1], one[1]), kind, gate, after)
 # a module that exchanges those after it
 -        functions = [*module._modules.values()]  # it may have changed them
 

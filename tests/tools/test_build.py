@@ -177,7 +177,7 @@ def test_one_kernel_of_each_pass_compiles_for_hopper(passes, monkeypatch, tmp_pa
     # all in one, each for one type and activation, of a layer's weight or of one by columns
     kernels = {"forward": "bf16 silu false", "saving_forward": "f16 relu true"}
     kernels |= {"backward": "f16 gelu_erf true", "gating": "bf16 gelu_tanh false"}
-    kernels |= {"glu": "f16 silu false"}
+    kernels |= {"glu": "f16 silu false", "narrow_forward": "bf16 relu2 true"}
     assert {kernel for kernel, *_ in parts.HOPPER_UNITS} == kernels.keys()
     text, code = (parts.HOPPER / "kernels.cu").read_text(), ""
     for kernel in passes.split() or kernels:

@@ -34,8 +34,7 @@ class Tensorwise:
     """The questions about the recipe, as methods and with constants in their code: Dynamo tests
     neither before a call, but whether a layer still has the options that were read."""
 
-    @classmethod
-    def objection(cls, layer: nn.Module, weight: Tensor) -> str | None:
+    def objection(self, layer: nn.Module, weight: Tensor) -> str | None:
         """Why torchao must compute this layer, or None."""
         config, products = layer.config, layer.linear_mm_config
         for name in (
@@ -44,10 +43,10 @@ class Tensorwise:
             "cast_config_weight",
             "cast_config_weight_for_grad_input",
         ):
-            if cls._is_other_cast(getattr(config, name), torch.float8_e4m3fn):
+            if self._is_other_cast(getattr(config, name), torch.float8_e4m3fn):
                 return f"its recipe is not torchao's tensorwise: another {name}"
         for name in ("cast_config_grad_output", "cast_config_grad_output_for_grad_weight"):
-            if cls._is_other_cast(getattr(config, name), torch.float8_e5m2):
+            if self._is_other_cast(getattr(config, name), torch.float8_e5m2):
                 return f"its recipe is not torchao's tensorwise: another {name}"
         if config.round_scales_to_power_of_2:
             return "its recipe is not torchao's tensorwise: scales are powers of two"
@@ -58,29 +57,25 @@ class Tensorwise:
             product = getattr(products, name)
             if product.emulate:
                 return "torchao emulates its products"
-            if cls._is_other_product(product, is_fast=name == "output"):
+            if self._is_other_product(product, is_fast=name == "output"):
                 return f"its recipe is not torchao's tensorwise: another product for {name}"
-        return cls._size_objection(weight)
+        return self._size_objection(weight)
 
-    @classmethod
-    def _is_other_cast(cls, cast: Any, dtype: torch.dtype) -> bool:
+    def _is_other_cast(self, cast: Any, dtype: torch.dtype) -> bool:
         is_dynamic = cast.scaling_type.value == "dynamic"
         is_tensorwise = cast.scaling_granularity.value == "tensorwise"
         return not is_dynamic or not is_tensorwise or cast.target_dtype != dtype
 
-    @classmethod
-    def _is_other_product(cls, product: Any, is_fast: bool) -> bool:
+    def _is_other_product(self, product: Any, is_fast: bool) -> bool:
         return product.use_fast_accum != is_fast or product.fp8_output or product.pad_inner_dim
 
-    @classmethod
-    def _size_objection(cls, weight: Tensor) -> str | None:
+    def _size_objection(self, weight: Tensor) -> str | None:
         rows, columns = weight.shape
         if rows and columns and rows % 16 == 0 and columns % 16 == 0:
             return None
         return f"its weight is [{rows}, {columns}], and FP8 needs multiples of 16"
 
-    @classmethod
-    def agree(cls, input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    def agree(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         """Returns whether the operators and torchao give the same dtypes of these."""
         # On a CPU torchao looks at the autocast of GPUs, and nothing casts its input.
         is_cast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
@@ -88,3 +83,6 @@ class Tensorwise:
             return False
         tensors = (input, weight) if bias is None else (input, weight, bias)
         return all(t.dtype in DTYPES and t.device == weight.device for t in tensors)
+
+
+TENSORWISE = Tensorwise()

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .. import _library
+from .._torch_internals import learn_dynamo
 from .._when_imported import when_imported
 from ..activations import named_gelu
 from . import plain
@@ -31,6 +32,7 @@ power = operator.pow
 def _teach_dynamo() -> None:
     """Lets torch.compile trace the Python of what is C, and ask the tables once, while it traces:
     else it would test before each call that they hold what they held."""
+    learn_dynamo()
     for function in (plain.kind_of_class, named_gelu):
         torch.compiler.assume_constant_result(function)
     for name in IN_C if _direct is not decisions else ():

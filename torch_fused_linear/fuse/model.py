@@ -53,7 +53,7 @@ class Element:
         """Returns the activation that each of its values is, or with `is_plain` is now."""
         options, _ = self.step.options()
         refused = [is_plain and plain.activation_objection(v, options) for v in self.values]
-        kinds = [plain.Rules.activation_kind(value, options) for value in self.values]
+        kinds = [plain.RULES.activation_kind(value, options) for value in self.values]
         return [None if reason else kind for kind, reason in zip(kinds, refused)]
 
     def of(self, test: Callable[[object], bool]) -> list[Any]:
@@ -63,7 +63,7 @@ class Element:
         if self.step.callee is None or not self.step.is_square:
             return self.step.is_square
         more = tuple(getattr(node, "value", None) for node in self.step.node.args[1:])
-        known = [plain.Rules.is_square(value, more) for value in self.values]
+        known = [plain.RULES.is_square(value, more) for value in self.values]
         return any(known) and all(known) and not self.step.node.keywords
 
 

@@ -28,7 +28,7 @@ from ..activations import name_of_gelu
 from ..subclasses import PLAIN, is_foreign
 from . import families, float8
 from .families import ACTIVATION_LIBRARIES, ACTIVATIONS, CONV1D, full_name
-from .float8 import Tensorwise
+from .float8 import TENSORWISE
 from .runs import METHODS
 from .source import called_by
 
@@ -121,8 +121,7 @@ class Rules:
     compiled code that a module still has the functions which were traced, and tests no methods.
     """
 
-    @classmethod
-    def memory_of(cls, layer: object) -> str | None:
+    def memory_of(self, layer: object) -> str | None:
         """Returns ``"default"`` or ``"low"`` for a marked layer, else None."""
         if not isinstance(layer, nn.Module):
             return None
@@ -131,71 +130,69 @@ class Rules:
         mark = getattr(layer, MARK, None) if is_traced else layer.__dict__.get(MARK)
         return None if mark is None else "low" if mark else "default"
 
-    @classmethod
-    def is_float8(cls, layer: object) -> bool:
+    def is_float8(self, layer: object) -> bool:
         """Returns whether it is a layer in FP8."""
         return kind_of_class(type(layer)) == "float8"
 
-    @classmethod
-    def is_spread(cls, layer: nn.Module) -> bool:
+    def is_spread(self, layer: nn.Module) -> bool:
         """Returns whether its hooks are only ``ColwiseParallel``'s or ``RowwiseParallel``'s."""
         is_linear = not is_dynamo_compiling() and type(layer) is nn.Linear
         return is_linear and parallel_plan(layer) is not None
 
-    @classmethod
-    def objection(cls, module: nn.Module) -> str | None:
+    def objection(self, module: nn.Module) -> str | None:
         """Returns why a call of the module is more than its class's forward, or None."""
         return (
-            added_behaviour(module, HOOKS[2:]) if cls.is_spread(module) else added_behaviour(module)
+            added_behaviour(module, HOOKS[2:])
+            if self.is_spread(module)
+            else added_behaviour(module)
         )
 
-    @classmethod
-    def is_watched(cls, module: nn.Module) -> bool:
-        return bool(cls.objection(module) or has_any_global_hook())
+    def is_watched(self, module: nn.Module) -> bool:
+        return bool(self.objection(module) or has_any_global_hook())
 
-    @classmethod
-    def fits(cls, layer: nn.Module, input: object, weight: Tensor, bias: Tensor | None) -> bool:
+    def fits(self, layer: nn.Module, input: object, weight: Tensor, bias: Tensor | None) -> bool:
         """False where torch's own function would raise an error, which then does."""
         if type(weight) not in PLAIN:  # a DTensor, between the hooks that make one of the input
             return not is_foreign(input)
-        if type(input) not in PLAIN or input.is_nested or not cls.agree(layer, input, weight, bias):
+        if (
+            type(input) not in PLAIN
+            or input.is_nested
+            or not self.agree(layer, input, weight, bias)
+        ):
             return False
         if type(layer) is nn.Conv2d:
             is_image = weight.dim() == 4 and input.dim() in (3, 4)
             return is_image and input.shape[-3] == weight.shape[1] * layer.groups
         return weight.dim() == 2 and input.dim() >= 1 and input.shape[-1] == weight.shape[1]
 
-    @classmethod
-    def has_known_geometry(cls, layer: nn.Conv2d) -> bool:
+    def has_known_geometry(self, layer: nn.Conv2d) -> bool:
         """Returns whether our layer reads it as torch's does; users may set anything later."""
         is_word = layer.padding == "valid" or (layer.padding == "same" and layer.stride == (1, 1))
         given = layer.stride, layer.dilation, 0 if is_word else layer.padding
         pairs = [g if type(g) is tuple else (g, g) for g in given]
         return all(len(pair) == 2 and all(type(n) is int for n in pair) for pair in pairs)
 
-    @classmethod
-    def agree(cls, layer: nn.Module, input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    def agree(self, layer: nn.Module, input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         """Returns whether they are on one device, and of one dtype unless the layer, or autocast,
         casts them."""
-        if cls.is_float8(layer):
-            return Tensorwise.agree(input, weight, bias)
+        if self.is_float8(layer):
+            return TENSORWISE.agree(input, weight, bias)
         others = (input,) if bias is None else (input, bias)
         is_one = all(t.dtype == weight.dtype for t in others)
         kind = weight.device.type  # of which autocast may know nothing
         is_one = is_one or (kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind))
         return is_one and all(t.device == weight.device for t in others)
 
-    @classmethod
-    def parameters(cls, layer: nn.Module) -> tuple[Tensor, Tensor | None] | None:
+    def parameters(self, layer: nn.Module) -> tuple[Tensor, Tensor | None] | None:
         """Weight and bias of a layer that does nothing but apply them; None of any other."""
         held, kind = layer._parameters, kind_of_class(type(layer))
-        if kind not in ("layer", "float8") or cls.is_watched(layer) or F.linear is not LINEAR:
+        if kind not in ("layer", "float8") or self.is_watched(layer) or F.linear is not LINEAR:
             return None
         if "weight" not in held or "bias" not in held:  # somebody made a buffer of it
             return None
         weight, bias = held["weight"], held["bias"]
         tensors = (weight,) if bias is None else (weight, bias)
-        if cls.is_spread(layer):
+        if self.is_spread(layer):
             is_known = not any(t is None or type(t) in PLAIN or is_foreign(t) for t in tensors)
         else:
             is_known = all(type(t) in PLAIN for t in tensors)
@@ -205,17 +202,16 @@ class Rules:
         if not is_known or not all(type(mode).__module__.startswith("torch.") for mode in modes):
             return None
         if kind == "float8":
-            return None if Tensorwise.objection(layer, weight) else (weight, bias)
+            return None if TENSORWISE.objection(layer, weight) else (weight, bias)
         # another library's layer has its weight transposed; the operators take any strides
         is_torchs_own = type(layer) is nn.Linear or type(layer) is nn.Conv2d
         return (weight if is_torchs_own else weight.t()), bias
 
-    @classmethod
-    def activation_kind(cls, function: object, options: dict | None = None) -> str | None:
+    def activation_kind(self, function: object, options: dict | None = None) -> str | None:
         """The operators' name of a module or function with these keyword arguments beside the
         tensor, or None where it is no activation of ours exactly."""
         if isinstance(function, nn.Module):
-            return None if options else cls._kind_of_module(function)
+            return None if options else self._kind_of_module(function)
         for known, kind, option in FUNCTIONS:
             if function is known:
                 if options and options.keys() != {option}:
@@ -226,11 +222,12 @@ class Rules:
         if type(function) is functools.partial:
             known = any(function.func is f for f, _, option in FUNCTIONS if option)
             is_bare = known and not function.args
-            return cls.activation_kind(function.func, function.keywords) if is_bare else None
-        return cls.activation_kind(*called_by(function)) if type(function) is FunctionType else None
+            return self.activation_kind(function.func, function.keywords) if is_bare else None
+        return (
+            self.activation_kind(*called_by(function)) if type(function) is FunctionType else None
+        )
 
-    @classmethod
-    def _kind_of_module(cls, module: nn.Module) -> str | None:
+    def _kind_of_module(self, module: nn.Module) -> str | None:
         if not is_dynamo_compiling():
             learn(module)
         kind = kind_of_class(type(module))
@@ -238,7 +235,7 @@ class Rules:
             return None
         held = module.__dict__.get("act")  # of transformers' classes, and may be exchanged
         if held is not None and getattr(held, "__self__", None) is not module:
-            return kind if cls.activation_kind(held) == kind else None
+            return kind if self.activation_kind(held) == kind else None
         if kind == "gelu":
             return name_of_gelu(module.approximate) if F.gelu is GELU else None
         is_changed = (kind == "relu" and F.relu is not RELU) or (
@@ -246,34 +243,31 @@ class Rules:
         )
         return None if is_changed else kind
 
-    @classmethod
-    def plain_kind(cls, function: object, options: dict | None = None) -> str | None:
+    def plain_kind(self, function: object, options: dict | None = None) -> str | None:
         """Returns activation_kind, or None if something watches the activation or autocast squares
         in fp32.
         """
-        if isinstance(function, nn.Module) and cls.is_watched(function):
+        if isinstance(function, nn.Module) and self.is_watched(function):
             return None
-        kind = cls.activation_kind(function, options)
+        kind = self.activation_kind(function, options)
         return None if kind == "relu2" and torch.is_autocast_enabled("cuda") else kind
 
-    @classmethod
-    def is_square(cls, function: object, more: tuple = ()) -> bool:
+    def is_square(self, function: object, more: tuple = ()) -> bool:
         """Returns whether a function with these further arguments returns the tensor's square."""
         known = (given for square, given in SQUARES.items() if function is square)
         return more == next(known, None) and all(type(value) is int for value in more)
 
-    @classmethod
-    def dropped_share(cls, function: object, args: tuple, kwargs: dict) -> float | None:
+    def dropped_share(self, function: object, args: tuple, kwargs: dict) -> float | None:
         """Returns the share of its input that it drops now, or None for other functions."""
         if isinstance(function, nn.Module):
             kind = kind_of_class(type(function))
-            if kind not in ("dropout", "identity") or cls.is_watched(function):
+            if kind not in ("dropout", "identity") or self.is_watched(function):
                 return None
             if kind == "identity":
                 return 0
             p, training, inplace = function.p, function.training, function.inplace
         elif function is F.dropout:
-            p, training, inplace = cls._dropout_arguments(*args, **kwargs)
+            p, training, inplace = self._dropout_arguments(*args, **kwargs)
         else:
             return None
         # in place torch draws other numbers, and the backward needs what the operator returned
@@ -281,9 +275,11 @@ class Rules:
             return None
         return p if training else 0
 
-    @classmethod
-    def _dropout_arguments(cls, p=0.5, training=True, inplace=False):
+    def _dropout_arguments(self, p=0.5, training=True, inplace=False):
         return p, training, inplace
+
+
+RULES = Rules()
 
 
 # --- before anything runs -----------------------------------------------------------------------
@@ -310,18 +306,18 @@ def is_activation(value: object) -> bool:
         return is_known and not isinstance(value, nn.MultiheadAttention)
     if any(value is function for function in families.ACTIVATION_FUNCTIONS):
         return True
-    return callable(value) and Rules.activation_kind(value) is not None
+    return callable(value) and RULES.activation_kind(value) is not None
 
 
 def is_passed(value: object) -> bool:
     """Returns whether it is a dropout or does nothing, so that it may stand between or after."""
-    return value is F.dropout or (type(value) in PASSED and not Rules.objection(value))
+    return value is F.dropout or (type(value) in PASSED and not RULES.objection(value))
 
 
 def layer_objection(layer: nn.Module, is_sharded: bool = False) -> str | None:
     """Why this linear layer, or convolution, must be called as it is, or None."""
     kind = type(layer)
-    if reason := Rules.objection(layer):
+    if reason := RULES.objection(layer):
         return reason
     learn(layer)
     if kind not in LAYERS:
@@ -330,24 +326,24 @@ def layer_objection(layer: nn.Module, is_sharded: bool = False) -> str | None:
         expected = "nn.Conv2d" if isinstance(layer, nn.Conv2d) else "nn.Linear"
         return f"{kind.__name__} is not exactly {expected}"
     weight = layer._parameters.get("weight")
-    is_distributed = (is_sharded or Rules.is_spread(layer)) and type(weight).__name__ == "DTensor"
+    is_distributed = (is_sharded or RULES.is_spread(layer)) and type(weight).__name__ == "DTensor"
     if type(weight) is not nn.Parameter and not is_distributed:
         return f"its weight is a {type(weight).__name__}, not a plain nn.Parameter"
     is_float8 = float8.is_float8(layer)
     if weight.dtype not in (float8.DTYPES if is_float8 else DTYPES):
         return f"there are no fused kernels for {weight.dtype}"
-    return Tensorwise.objection(layer, weight) if is_float8 else None
+    return TENSORWISE.objection(layer, weight) if is_float8 else None
 
 
 def activation_objection(value: object, options: dict | None = None) -> str | None:
     """Why this activation must be called as it is, or None."""
-    if Rules.activation_kind(value, options) is None:
+    if RULES.activation_kind(value, options) is None:
         cls = type(value)
         name = getattr(cls if isinstance(value, nn.Module) else value, "__name__", repr(value))
         if isinstance(value, KNOWN) and cls not in KNOWN:
             return f"{name} is a subclass and may compute something else"
         expected = "only ReLU, squared ReLU, GELU (erf, tanh) and SiLU can be fused"
         return f"{name}: {families.REFUSALS.get(name, expected)}"
-    if isinstance(value, nn.Module) and (reason := Rules.objection(value)):
+    if isinstance(value, nn.Module) and (reason := RULES.objection(value)):
         return f"the activation {reason}"
     return None

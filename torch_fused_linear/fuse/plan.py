@@ -417,7 +417,7 @@ class Plan:
                 continue  # no linear layer before that activation; fused already
             held = module._modules.items()
             names = [
-                n for n, m in held if plain.Rules.activation_kind(m) and id(m) not in self._seen
+                n for n, m in held if plain.RULES.activation_kind(m) and id(m) not in self._seen
             ]
             if module in self.model.unread:
                 self.skipped[path] = self.model.unread[module]
@@ -478,7 +478,7 @@ def has_layer_for(module: nn.Module, activations: list[str]) -> bool:
     children = module._modules
     if any(map(plain.is_linear, children.values())):
         return True
-    kinds = [plain.Rules.activation_kind(children[name]) for name in activations]
+    kinds = [plain.RULES.activation_kind(children[name]) for name in activations]
     norms = (isinstance(m, BATCH_NORM) for m in children.values())
     convolutions = (isinstance(m, nn.Conv2d) for m in children.values())
     return "relu" in kinds and not any(norms) and any(convolutions)
