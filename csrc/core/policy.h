@@ -36,7 +36,7 @@ inline bool is_batch_invariant() { return policy() == Policy::batch_invariant; }
 // other bits in another batch. Shapes alone, on the meta device, have none.
 void refuse_batch_dependence(const char* op, const at::TensorBase& like, std::string_view expected,
                              std::string_view got);
-// The same of a device or a layout that no kernel of ours multiplies.
+// Throws likewise, for a device or a layout that no kernel of ours multiplies.
 void refuse_batch_dependence(const char* op, const at::TensorBase& like);
 
 // Whether what runs may be recorded: by tracing, or by any mode or tensor of Python's.
