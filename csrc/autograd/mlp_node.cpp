@@ -98,11 +98,9 @@ class Chain {
   Tensor& weight(size_t layer) { return kept_[Layer::at(layer, Layer::weight_index)]; }
   Tensor& saved(size_t layer) { return kept_[Layer::at(layer, Layer::saved_index)]; }
 
-  // Frees a saved tensor, unless the graph is run again.
   void done_with(size_t layer, Layer::Index index) {
-    if (!work_.releases) return;
-    kept_[Layer::at(layer, index)].reset();
-    static_cast<Node&>(*work_.node).release(Layer::at(layer, index));
+    const auto at = Layer::at(layer, index);
+    work_.done_with(kept_[at], at);
   }
 
   // ---- the way down ----------------------------------------------------------------------------

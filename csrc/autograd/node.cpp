@@ -56,6 +56,12 @@ Tensor Node::read(size_t index) {
   return saved.to(at::kByte);
 }
 
+void Work::done_with(Tensor& tensor, size_t index) const {
+  if (!releases) return;
+  tensor.reset();
+  static_cast<Node&>(*node).release(index);
+}
+
 void Node::release(size_t index) {
   const std::lock_guard lock(mutex_);
   kept()[index].reset_data();

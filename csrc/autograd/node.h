@@ -43,6 +43,10 @@ struct Work {
   const edge_list& edges;    // invalid where the gradients need not be differentiable
   NodePtr<torch::autograd::Node> node = {};  // none in compiled autograd
   bool releases = false;                     // the backward may free what it has read
+
+  // Frees a saved tensor that the backward reads no more, unless the graph is run again: the
+  // backward's own, and the node's at `index`.
+  void done_with(Tensor& tensor, size_t index) const;
 };
 
 // The gradients that the running backward wants of a node, by edge.

@@ -43,7 +43,7 @@ struct LinearAutograd {
       const at::AutoDispatchBelowADInplaceOrView guard;
       return fused::mlp(input, weights, biases, name(activation));
     }
-    check_mlp(weights, biases);
+    check_mlp("mlp", weights, biases);
     const char* why = objection(input, weights, biases);
     if (formula || why) {
       return reference::mlp_as_torch_does(why, input, weights, biases, activation);

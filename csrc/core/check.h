@@ -216,9 +216,10 @@ inline void check_ensemble(const char* op, const Tensor& input, const Tensor& we
               ", weight ", describe(weight), ", bias ", describe(bias));
 }
 
-inline void check_mlp(at::TensorList weights, const c10::List<OptionalTensor>& biases) {
-  TORCH_CHECK_VALUE(!weights.empty(), "mlp: weights must hold at least one tensor, got none");
-  TORCH_CHECK_VALUE(biases.size() == weights.size(), "mlp: biases must hold a tensor or None for ",
+inline void check_mlp(const char* op, at::TensorList weights,
+                      const c10::List<OptionalTensor>& biases) {
+  TORCH_CHECK_VALUE(!weights.empty(), op, ": weights must hold at least one tensor, got none");
+  TORCH_CHECK_VALUE(biases.size() == weights.size(), op, ": biases must hold a tensor or None for ",
                     "each of the ", weights.size(), " weights, got ", biases.size());
 }
 

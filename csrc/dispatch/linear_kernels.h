@@ -121,7 +121,7 @@ struct LinearKernels {
 
   static Tensor mlp(const Tensor& input, at::TensorList weights,
                     const c10::List<OptionalTensor>& biases, Activation activation, Memory) {
-    check_mlp(weights, biases);
+    check_mlp("mlp", weights, biases);
     if (const char* why = objection(input, weights, biases)) {
       return reference::mlp_as_torch_does(why, input, weights, biases, activation);
     }

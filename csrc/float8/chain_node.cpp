@@ -16,9 +16,9 @@
 namespace fused::float8 {
 namespace {
 
-// What is kept of each layer, undefined where no gradient is made of it.
+// The tensors that are kept of each layer, undefined where no gradient is made of them.
 struct Layer {
-  // What it was given: columns, or where the backward makes them again from the z below, the scale.
+  // Its input: columns, or the scale where the backward makes them again from the z below.
   Tensor input, inverse_input, scale_input;
   Tensor weight, inverse_weight;  // columns and scale
   Tensor z;                       // what act' is read from: z itself, or of ReLU the bit mask
@@ -77,12 +77,9 @@ class Backward {
     return {first[0], first[1], first[2], first[3], first[4], first[z_index]};
   }
 
-  // Frees tensors of a layer, unless the graph is run again.
   void done_with(size_t layer, size_t first, size_t last) {
-    if (!work_.releases) return;
     for (size_t k = per_layer * layer + first; k < per_layer * layer + last; ++k) {
-      work_.kept[k].reset();
-      static_cast<Node&>(*work_.node).release(k);
+      work_.done_with(work_.kept[k], k);
     }
   }
 
@@ -190,7 +187,7 @@ class Forward {
     return z;
   }
 
-  // What the layer after this one is given.
+  // The input of the layer after this one.
   Cast activated(size_t i, const Cast& x) {
     const auto z = product(i, x);
     // The backward makes the columns again from z, where it reads that anyway.
@@ -249,18 +246,13 @@ Tensor Chain::with_gradient() const {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     output = Forward(*this, &kept).run();
   }
-  torch::autograd::edge_list edges;
-  for (const auto& tensor : tensors()) edges.push_back(autograd::edge_of(tensor));
   Versions versions;
   for (size_t i = 0; i < all_weights.size(); ++i) {
     if (i == 0 && kept[i].input.defined()) versions.remember("input", input);
     if (kept[i].weight.defined()) versions.remember(name_of_weight(*this, i), all_weights[i]);
   }
-  const auto node = autograd::make_node<BlockNode<Form>>(
-      std::move(edges), Form{op, activation, activates_last, input.scalar_type()});
-  autograd::set_history(output, node);
-  node->keep(flat(kept), std::move(versions));
-  autograd::announce(node);
+  record(output, tensors(), Form{op, activation, activates_last, input.scalar_type()}, flat(kept),
+         std::move(versions));
   return output;
 }
 

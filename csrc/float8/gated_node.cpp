@@ -94,13 +94,8 @@ class Backward {
            wants(up_bias_edge);
   }
 
-  // Frees tensors unless the graph is run again.
   void done_with(Indices first, Indices last) {
-    if (!work_.releases) return;
-    for (size_t k = first; k < last; ++k) {
-      work_.kept[k].reset();
-      static_cast<Node&>(*work_.node).release(k);
-    }
+    for (size_t k = first; k < last; ++k) work_.done_with(work_.kept[k], k);
   }
 
   // The columns of what goes into the layer `down`, where no gradient goes further.
@@ -186,10 +181,11 @@ Tensor run(const Gated& block, Tensors* kept) {
   if (wants_weight) put(*kept, input_index, x);
   if (wants_input) put(*kept, gate_index, gate);
   if (wants_input && !block.is_stacked()) put(*kept, up_index, up);
-  if (wants_down) put(*kept, hidden_index, hidden.cast);
+  if (wants_down) {
+    (*kept)[inverse_hidden] = hidden.cast.inverse;
+    (*kept)[keeps_z ? scale_hidden : hidden_index] = keeps_z ? hidden.scale : hidden.cast.columns;
+  }
   if (keeps_z) {
-    (*kept)[hidden_index] = Tensor();
-    if (wants_down) (*kept)[scale_hidden] = hidden.scale;
     put(*kept, down_index, down);
     (*kept)[gate_z_index] = both;
     if (!block.is_stacked()) (*kept)[up_z_index] = up_z;
@@ -239,13 +235,8 @@ Tensor Gated::with_gradient() const {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     output = run(*this, &kept);
   }
-  torch::autograd::edge_list edges;
-  for (const auto& tensor : tensors()) edges.push_back(autograd::edge_of(tensor));
-  const auto node = autograd::make_node<BlockNode<Form>>(
-      std::move(edges), Form{op, activation, is_stacked(), input.scalar_type()});
-  autograd::set_history(output, node);
-  node->keep({kept.begin(), kept.end()}, versions_of(*this, kept));
-  autograd::announce(node);
+  record(output, tensors(), Form{op, activation, is_stacked(), input.scalar_type()},
+         {kept.begin(), kept.end()}, versions_of(*this, kept));
   return output;
 }
 

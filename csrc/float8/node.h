@@ -1,6 +1,6 @@
 #pragma once
 
-// What the FP8 nodes have in common.
+// The parts that the FP8 nodes share.
 
 #include "autograd/arguments.h"
 #include "autograd/node.h"
@@ -93,6 +93,18 @@ variable_list BlockNode<Form>::run(Work work, const Form& form, const Tensor& gr
   }
   if (!at::GradMode::is_enabled()) return result;
   return differentiable_once(form.op, std::move(result), grad, edges);
+}
+
+// Puts a node with these saved tensors behind the output of a block.
+template <class Form>
+void record(const Tensor& output, const std::vector<OptionalTensor>& inputs, const Form& form,
+            const variable_list& kept, Versions versions) {
+  torch::autograd::edge_list edges;
+  for (const auto& tensor : inputs) edges.push_back(autograd::edge_of(tensor));
+  const auto node = autograd::make_node<BlockNode<Form>>(std::move(edges), form);
+  autograd::set_history(output, node);
+  node->keep(kept, std::move(versions));
+  autograd::announce(node);
 }
 
 // [*, features] of the gradient of `grad`'s rows.

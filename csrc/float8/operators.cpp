@@ -14,8 +14,7 @@
 namespace fused::float8 {
 namespace {
 
-// ---- an operator's arguments as a block
-// ----------------------------------------------------------
+// ---- an operator's arguments as a block --------------------------------------------------------
 
 template <class Op>
 struct Block;
@@ -33,11 +32,7 @@ template <>
 struct Block<Mlp> {
   static Chain of(const Tensor& input, at::TensorList weights,
                   const c10::List<OptionalTensor>& biases, std::string_view text) {
-    TORCH_CHECK_VALUE(!weights.empty(), Mlp::name,
-                      ": weights must hold at least one tensor, got none");
-    TORCH_CHECK_VALUE(biases.size() == weights.size(), Mlp::name,
-                      ": biases must hold a tensor or None for each of the ", weights.size(),
-                      " weights, got ", biases.size());
+    check_mlp(Mlp::name, weights, biases);
     return {Mlp::name,
             input,
             weights.vec(),
@@ -72,8 +67,7 @@ auto checked_block(const Args&... args) {
   return block;
 }
 
-// ---- the kernels
-// ---------------------------------------------------------------------------------
+// ---- the kernels -------------------------------------------------------------------------------
 
 template <class Any>
 Tensor in_own_dtype(const Any& block, const std::string& why) {
