@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 #: The attributes of a module that hold the hooks of its calls, and what every module has of each.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-#: Whether Dynamo guards an entry of __dict__, and not more cheaply than an attribute: from 2.15 on.
+#: Dynamo guards an entry of __dict__, and not more cheaply than an attribute: from 2.15 on.
 GUARDS_ENTRIES = False
 GLOBAL_HOOKS = tuple(getattr(nn.modules.module, f"_global{kind}") for kind in HOOKS)
 

@@ -141,11 +141,9 @@ class Rules:
 
     def objection(self, module: nn.Module) -> str | None:
         """Returns why a call of the module is more than its class's forward, or None."""
-        return (
-            added_behaviour(module, HOOKS[2:])
-            if self.is_spread(module)
-            else added_behaviour(module)
-        )
+        if self.is_spread(module):
+            return added_behaviour(module, HOOKS[2:])
+        return added_behaviour(module)
 
     def is_watched(self, module: nn.Module) -> bool:
         return bool(self.objection(module) or has_any_global_hook())
@@ -154,11 +152,9 @@ class Rules:
         """False where torch's own function would raise an error, which then does."""
         if type(weight) not in PLAIN:  # a DTensor, between the hooks that make one of the input
             return not is_foreign(input)
-        if (
-            type(input) not in PLAIN
-            or input.is_nested
-            or not self.agree(layer, input, weight, bias)
-        ):
+        if type(input) not in PLAIN or input.is_nested:
+            return False
+        if not self.agree(layer, input, weight, bias):
             return False
         if type(layer) is nn.Conv2d:
             is_image = weight.dim() == 4 and input.dim() in (3, 4)
@@ -196,9 +192,8 @@ class Rules:
             is_known = not any(t is None or type(t) in PLAIN or is_foreign(t) for t in tensors)
         else:
             is_known = all(type(t) in PLAIN for t in tensors)
-        modes = (
-            [] if is_dynamo_compiling() else function_modes()
-        )  # others' want to see torch's calls
+        # The modes of others want to see torch's calls.
+        modes = [] if is_dynamo_compiling() else function_modes()
         if not is_known or not all(type(mode).__module__.startswith("torch.") for mode in modes):
             return None
         if kind == "float8":
@@ -223,9 +218,9 @@ class Rules:
             known = any(function.func is f for f, _, option in FUNCTIONS if option)
             is_bare = known and not function.args
             return self.activation_kind(function.func, function.keywords) if is_bare else None
-        return (
-            self.activation_kind(*called_by(function)) if type(function) is FunctionType else None
-        )
+        if type(function) is not FunctionType:
+            return None
+        return self.activation_kind(*called_by(function))
 
     def _kind_of_module(self, module: nn.Module) -> str | None:
         if not is_dynamo_compiling():
@@ -236,12 +231,14 @@ class Rules:
         held = module.__dict__.get("act")  # of transformers' classes, and may be exchanged
         if held is not None and getattr(held, "__self__", None) is not module:
             return kind if self.activation_kind(held) == kind else None
+        # Dynamo guards those of torch's functions that are named here.
         if kind == "gelu":
             return name_of_gelu(module.approximate) if F.gelu is GELU else None
-        is_changed = (kind == "relu" and F.relu is not RELU) or (
-            kind == "silu" and F.silu is not SILU
-        )
-        return None if is_changed else kind
+        if kind == "relu":
+            return kind if F.relu is RELU else None
+        if kind == "silu":
+            return kind if F.silu is SILU else None
+        return kind
 
     def plain_kind(self, function: object, options: dict | None = None) -> str | None:
         """Returns activation_kind, or None if something watches the activation or autocast squares

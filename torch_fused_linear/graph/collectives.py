@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from .matching import Linear
-from .spellings import kind
+from .spellings import called, kind
 
 # What stands between a collective and a product: waiting, and another order of the parts.
 _MOVES = (torch.cat, torch.chunk, torch.split, operator.getitem, torch.Tensor.chunk)
@@ -43,8 +43,7 @@ def _reaches(
 
 
 def _collective(node: Node) -> str | None:
-    target = getattr(node.target, "overloadpacket", node.target)
-    name = getattr(target, "_qualified_op_name", "")
+    name = getattr(called(node), "_qualified_op_name", "")
     return name.removeprefix("_c10d_functional::") if name.startswith("_c10d_func") else None
 
 

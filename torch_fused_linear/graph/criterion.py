@@ -14,10 +14,10 @@ from torch.fx import Node
 from .._library import build_info
 from ..policy import get_policy
 from .matching import dtype_of, value
-from .spellings import kind
+from .spellings import called, kind
 
-# What the compiler takes apart into kernels that begin and end element by element, beside what ATen
-# declares to be pointwise.
+# Functions that the compiler splits into kernels which begin and end element by element, beside
+# those that ATen declares to be pointwise.
 _PASSES = {"dropout", "layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"}
 _PASSES |= {"softmax", "log_softmax"}
 _CASTS = {"to", "float", "double", "half", "bfloat16", "type_as"}
@@ -106,7 +106,7 @@ def _name(node: Node) -> str:
     """Returns ATen's name of the node's function."""
     if node.op not in ("call_function", "call_method"):
         return ""
-    target = getattr(node.target, "overloadpacket", node.target)
+    target = called(node)
     name = (target if isinstance(target, str) else getattr(target, "__name__", "")).strip("_")
     return _OPERATORS.get(name, name)
 

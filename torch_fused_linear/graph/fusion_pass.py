@@ -121,6 +121,7 @@ class _Rewrite:
         self.now: dict[Node, Node] = {}  # what stands for a node that has been replaced
         self.layers: dict[Node, _Layer] = {}  # by the result
         self.gated: list[matching_gated.Gated] = []
+        self.in_gated: set[Node] = set()  # the nodes of those
         self.own_gated: list[Node] = []
         self.convolutions: list[tuple[Node, Node, tuple]] = []
         for node in graph.nodes:
@@ -157,12 +158,12 @@ class _Rewrite:
         self.layers[node] = self.with_activation(linear)
 
     def find_gated(self, node: Node) -> None:
-        if getattr(node.target, "overloadpacket", node.target) in _GATED:
+        if spellings.called(node) in _GATED:
             self.own_gated.append(node)
-        taken = {member for found in self.gated for member in found.nodes}
         for found in matching_gated.find_gated(node):
-            if taken.isdisjoint(found.nodes) and self.may_join(found.nodes):
+            if self.in_gated.isdisjoint(found.nodes) and self.may_join(found.nodes):
                 self.gated.append(found)
+                self.in_gated.update(found.nodes)
                 break
 
     def find_convolution(self, node: Node) -> None:
@@ -173,9 +174,8 @@ class _Rewrite:
 
     def leave_to_gated(self) -> None:
         """Forgets the layers that are a part of a gated one."""
-        taken = {member for found in self.gated for member in found.nodes}
         for result, layer in [*self.layers.items()]:
-            if not taken.isdisjoint(layer.linear.nodes):
+            if not self.in_gated.isdisjoint(layer.linear.nodes):
                 del self.layers[result]
 
     def with_activation(self, linear: matching.Linear) -> _Layer:
@@ -281,7 +281,7 @@ class _Rewrite:
     def replace_product(self, layer: _Layer) -> str | None:
         """The product alone, in front of torch's activation."""
         result = layer.linear.nodes[-1]
-        if getattr(result.target, "overloadpacket", result.target) is _fused.linear:
+        if spellings.called(result) is _fused.linear:
             return None
         with self.graph.inserting_before(result):
             new = self.call(_fused.linear.default, self.operands(layer.linear), result)

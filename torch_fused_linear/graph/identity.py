@@ -27,7 +27,7 @@ class GraphPass(custom_graph_pass()):
     options: tuple = ()
 
     def uuid(self) -> str:
-        # What the operators are traced into depends on it.
+        # The operators are traced into other operations under this policy.
         policy = "batch_invariant" if get_policy() == "batch_invariant" else ""
         return f"{type(self).__name__}{self.options} {fingerprint()} {policy}"
 

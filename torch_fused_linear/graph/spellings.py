@@ -58,12 +58,17 @@ _ARGUMENTS = {
 }
 
 
+def called(node: Node) -> object:
+    """Returns the function or method name that a node calls, whichever overload it is."""
+    return getattr(node.target, "overloadpacket", node.target)
+
+
 def kind(node: Node) -> str | None:
     if node.op == "call_method":
         return _METHODS.get(node.target)
     if node.op != "call_function":
         return None
-    target = getattr(node.target, "overloadpacket", node.target)
+    target = called(node)
     return _FUNCTIONS.get(target) if callable(target) else None
 
 
