@@ -171,10 +171,8 @@ def run(settings: Settings) -> int:
         torch.cuda.set_device(settings.device)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    machine.warm_up(settings.device)
     torch.backends.cudnn.benchmark |= settings.cudnn_benchmark
-    header = machine.header(settings.device, sys.argv[1:])
-    header["clocks"].update({"start": now} if (now := machine.clocks(settings.device)) else {})
+    header = machine.begin(settings.device, sys.argv[1:])
     introduce(header)
 
     records: list[Record] = []

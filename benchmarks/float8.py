@@ -27,10 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_fused_linear as tfl
-from benchmarks import machine
+from benchmarks import suite
 from benchmarks.contenders import events_of, graph_of, step_of
 from benchmarks.memory import saved_bytes
-from benchmarks.results import result, write
+from benchmarks.results import result
 from examples import llama
 from torch_fused_linear.timing import Contender, Number, clock_for, in_one_line, measure
 
@@ -81,7 +81,7 @@ def in_torchao(model: nn.Module) -> nn.Module:
 
 
 def network_of(name: str, block: Mlp | Gated) -> tuple[Network, list[Tensor]]:
-    """What the contender calls, and its parameters."""
+    """Returns the network that the contender calls, and its parameters."""
     own = copy.deepcopy(block)
     if name == "ours":
         return partial(own.fused, precision="float8"), [*own.parameters()]
@@ -149,7 +149,7 @@ class Float8LlamaBlock(llama.Block):
 
 
 def in_ours(model: llama.Llama) -> llama.Llama:
-    """The same parameters, in FP8."""
+    """Returns the model with layers in FP8 and the parameters that it has."""
     for block in model.blocks:
         block.__class__ = Float8LlamaBlock
         block.qkv.__class__ = block.projection.__class__ = Float8Layer
@@ -206,7 +206,7 @@ def cases(tiny: bool) -> Iterator[dict[str, Any]]:
 def numbers_of(
     subject: Block | Llama, mode: str, names: list[str], device: torch.device, seconds: float
 ) -> tuple[dict[str, Number], dict[str, str]]:
-    """Of each contender, and in words why others have none."""
+    """Returns the numbers of each contender, and in words why others have none."""
     if mode in ("kernels", "saved"):
         make = getattr(subject, mode)
     else:
@@ -258,27 +258,11 @@ def in_words(row: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str]) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = suite.parser(__doc__, seconds=0.5)
     add = parser.add_argument
-    add("--json", type=Path, help="a file for the numbers")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
-    add("--tiny", action="store_true", help="does it run?")
-    add("--seconds", type=float, default=0.5, help="of rounds for a row; default: 0.5")
-    add("--limit", type=float, help="begin no row after so many seconds; default: none")
     add("--modes", nargs="+", choices=MODES, default=MODES, metavar="MODE", help="default: all")
     add("--without", nargs="+", default=[], metavar="NAME", help="leave these out; default: none")
-    given = parser.parse_args(arguments)
-    device = torch.device(given.device)
-    machine.warm_up(device)
-    header = machine.header(device, arguments)
-    header["clocks"].update({"start": now} if (now := machine.clocks(device)) else {})
-    found = []
-    for row in rows(given, device):
-        found.append(row)
-        print(in_words(row), flush=True)
-        if given.json:
-            write(given.json, header, found)
-    return found
+    return suite.run(rows, in_words, parser.parse_args(arguments), arguments)
 
 
 if __name__ == "__main__":

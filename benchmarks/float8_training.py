@@ -92,7 +92,7 @@ def picture(runs: Runs) -> str:
 
 
 def summary(runs: Runs) -> list[str]:
-    """Of each arm the losses after training, and how far from bf16 in its spread."""
+    """Returns a line for each arm: its losses after training, beside bf16's and their spread."""
     lines = []
     finals = {arm: [r["validation"] for r in results] for arm, results in runs.items() if results}
     for arm, values in finals.items():

@@ -28,10 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torch_fused_linear as tfl
-from benchmarks import machine
+from benchmarks import suite
 from benchmarks.contenders import graph_of, in_turns, step_of
 from benchmarks.operands import sets_needed
-from benchmarks.results import result, write
+from benchmarks.results import result
 from torch_fused_linear.timing import Call, Contender, Number, clock_for, in_one_line, measure
 
 SIZES = ((768, 3072), (1024, 4096), (4096, 14336))
@@ -115,7 +115,7 @@ def contender(name: str, mode: str, sets: list[Data]) -> Contender:
 
 
 def cases(tiny: bool, device: torch.device) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    """What is run of each, in which ways."""
+    """Yields each case, and the modes in which it runs."""
     about = {"suite": "invariance", "dtype": "bf16"}
     size = 32 if tiny else PRODUCT
     yield {**about, "sizes": [size, size], "tokens": size, "activation": "none"}, ["forward"]
@@ -132,7 +132,7 @@ def cases(tiny: bool, device: torch.device) -> Iterator[tuple[dict[str, Any], li
 def numbers_of(
     mode: str, names: tuple[str, ...], sets: list[Data], device: torch.device, seconds: float
 ) -> tuple[dict[str, Number], dict[str, str]]:
-    """Of each contender, and in words why others have none."""
+    """Returns the numbers of each contender, and in words why others have none."""
     made, failed = [], {}
     for name in names:
         try:
@@ -170,25 +170,8 @@ def in_words(row: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str]) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add = parser.add_argument
-    add("--json", type=Path, help="a file for the numbers")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
-    add("--tiny", action="store_true", help="does it run?")
-    add("--seconds", type=float, default=0.2, help="of rounds for a row; default: 0.2")
-    add("--limit", type=float, help="begin no row after so many seconds; default: none")
-    given = parser.parse_args(arguments)
-    device = torch.device(given.device)
-    machine.warm_up(device)
-    header = machine.header(device, arguments)
-    header["clocks"].update({"start": now} if (now := machine.clocks(device)) else {})
-    found = []
-    for row in rows(given, device):
-        found.append(row)
-        print(in_words(row), flush=True)
-        if given.json:
-            write(given.json, header, found)
-    return found
+    given = suite.parser(__doc__, seconds=0.2).parse_args(arguments)
+    return suite.run(rows, in_words, given, arguments)
 
 
 if __name__ == "__main__":

@@ -114,6 +114,14 @@ def warm_up(device: torch.device, seconds: float = 0.5) -> None:
         torch.cuda.synchronize()
 
 
+def begin(device: torch.device, arguments: list[str]) -> dict[str, Any]:
+    """Warms the device up. -> the header of a file of results, with the clocks at the start."""
+    warm_up(device)
+    about = header(device, arguments)
+    about["clocks"].update({"start": now} if (now := clocks(device)) else {})
+    return about
+
+
 def header(device: torch.device, arguments: list[str]) -> dict[str, Any]:
     if device.type == "cuda":
         machine = torch.cuda.get_device_name(device)

@@ -33,6 +33,7 @@ from benchmarks import (
     contenders,
     first_calls,
     float8,
+    float8_casts,
     float8_training,
     gated,
     invariance,
@@ -581,6 +582,21 @@ def test_no_seed_begins_after_the_limit(capsys):
     runs = float8_training.main(["--tiny", "--device", "cpu", "--limit", "0.001"])
     assert not any(runs.values())
     assert "stopped before seed 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_tiny_run_of_casts_to_fp8(device, tmp_path, capsys):
+    path = tmp_path / "casts.json"
+    arguments = ["--tiny", "--device", device, "--seconds", "0.01", "--json", str(path)]
+    found = float8_casts.main(arguments)
+    assert json.loads(path.read_text())["results"] == json.loads(json.dumps(found))
+    names = [*float8_casts.casts(torch.ones(()))]
+    assert [row["case"]["cast"] for row in found] == names and len(names) == 7
+    for row in found:
+        kernels = {*float8_casts.KERNELS} if device == "cuda" else set()
+        assert "failed" not in row and {*row["numbers"]} == {"cast", "copy"} | kernels
+        assert all(number["median"] > 0 for number in row["numbers"].values())
+    assert len(capsys.readouterr().out.splitlines()) == len(found)
 
 
 # ---------------------------------------------------------------------------- batch invariance
