@@ -102,7 +102,7 @@ struct Glu : reference::Glu {
   }
 
  private:
-  // What a block of rows reads and writes; a result of no elements is not wanted.
+  // Gathers the rows that are read and written; a result of no elements is not wanted.
   static Rows rows_of(const steps::GluBackward& step, const Tensor& grad_gate,
                       const Tensor& grad_up, const Tensor& hidden) {
     const auto given = [](const Tensor& tensor) {

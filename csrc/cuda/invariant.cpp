@@ -55,7 +55,7 @@ class Copies {
     return given.transposed ? gemm::transposed(made) : made;
   }
 
-  // The same of rows that are operand B, which lies by rows.
+  // Makes rows whole that are operand B, which lies by rows.
   Matrix by_rows(const Matrix& given) {
     if (!given.transposed) return whole(given, /*pads_rows=*/false);
     kept_.push_back(tensor_of(as_stored(given), call_).t().contiguous());

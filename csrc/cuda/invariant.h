@@ -9,7 +9,7 @@ namespace fused::cuda::invariant {
 // Says why rows of this dtype cannot have the same bits in every batch on this device, or nullptr.
 const char* objection(const Tensor& like);
 
-// Whether a gated layer's products and its pass are one kernel; asked of a completed call.
+// Tells whether a gated layer's products and its pass are one kernel; asked of a completed call.
 bool is_whole(const PassCall& call);
 
 // Gives each row of the result the bits that it has in any other batch. Throws

@@ -1,6 +1,6 @@
 #pragma once
 
-// What the public operators work on: a chain of layers, or a gated layer with the one after it.
+// The arguments of the public operators: a chain of layers, or a gated layer with the one after it.
 // Each checks its arguments, runs forward, alone or with a node for the backward, and can run in
 // the input's own dtype where FP8 cannot.
 

@@ -1,7 +1,7 @@
 #pragma once
 
-// What the dispatcher calls for the steps: checks, a row of a report, and a backend with
-// Reference's functions.
+// The steps' kernels, as the dispatcher calls them: checks, a row of a report, and a backend like
+// Reference.
 
 #include "core/explain.h"
 #include "core/policy.h"

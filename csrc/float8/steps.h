@@ -12,7 +12,7 @@ struct Cast {
   Tensor rows, columns, inverse;  // [M, N], [N, M] or [0], []
 };
 
-// Of what the backward can make again by its scale.
+// A cast that the backward can make again by its scale.
 struct HiddenCast {
   Cast cast;
   Tensor scale;

@@ -1,6 +1,6 @@
 #pragma once
 
-// Where FP8 products can be made at all.
+// Says why a call cannot be multiplied in FP8.
 
 #include <ATen/core/Tensor.h>
 

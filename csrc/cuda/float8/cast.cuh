@@ -46,7 +46,7 @@ inline Walk walk_of(const Size& size) {
   return walk;
 }
 
-// What the first kernel leaves for the second.
+// The first kernel writes it, the second reads it.
 struct Scratch {
   float* maxima;    // [results, blocks]
   float* partials;  // [results, chunks, cols]

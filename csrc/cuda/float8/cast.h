@@ -25,7 +25,7 @@ struct Values {
   int64_t ld = 0;  // elements; of a bit mask bytes, which need no alignment
 };
 
-// Where a cast goes. Several with one scale may be parts of one tensor.
+// The memory that a cast is written to. Several with one scale may be parts of one tensor.
 struct Target {
   void* rows = nullptr;  // [rows, cols] of 8 bits, with this row stride
   int64_t ld = 0;
@@ -48,7 +48,7 @@ struct Size {
   int processors = 1;  // of the device: how many blocks to make
 };
 
-// Whether the current device converts to FP8, and has been compiled for.
+// Tells whether the current device converts to FP8, and has been compiled for.
 bool have_code();
 
 // Bytes of scratch that a cast to so many targets needs.

@@ -42,7 +42,7 @@ struct ShapeHash {
 // --- what is known
 // --------------------------------------------------------------------------------
 
-// What was chosen, for all threads.
+// The choices of this process, for all threads.
 struct Chosen {
   std::mutex mutex;
   uint64_t generation = 0;
@@ -79,7 +79,7 @@ auto& thread_products() {
 // --- choosing
 // -------------------------------------------------------------------------------------
 
-// Whether the results agree as far as sums in another order do.
+// Tells whether the results agree as far as sums in another order do.
 bool agree(const Tensor& result, const Tensor& expected) {
   constexpr double tolerance = 0.02;
   const auto difference = at::norm(result.to(at::kFloat).sub_(expected)).item<double>();

@@ -1,7 +1,8 @@
 #pragma once
 
-// What is cast. A source loads eight neighbouring columns of a row and gives their values, rounded
-// to the tensor's type as a tensor in between would be. Columns of zeros give zeros.
+// The values that are cast. A source loads eight neighbouring columns of a row and gives their
+// values, rounded to the tensor's type as a tensor in between would be. Columns of zeros give
+// zeros.
 
 #include "cuda/float8/cast.h"
 #include "cuda/kernels/activation_math.cuh"

@@ -89,7 +89,7 @@ Size size_of(const Tensor& matrix) {
           properties->multiProcessorCount};
 }
 
-// Of what the backward makes again: its scale, and its columns or [0].
+// The hidden values that the backward makes again: their scale, and their columns or [0].
 struct Again {
   OptionalTensor scale;
   Tensor columns;
@@ -203,7 +203,7 @@ struct Cuda {
     return {result.rows, result.columns, result.inverse, scale};
   }
 
-  // What a cast to so many targets needs of the device, which is the current one meanwhile.
+  // The device's part of a cast to so many targets; it is the current device meanwhile.
   struct Launch {
     c10::cuda::CUDAGuard guard;
     Size size;

@@ -1,6 +1,6 @@
 #pragma once
 
-// Where a thread's part of a tile is, and the transposition in its registers. Host code as well, so
+// A thread's part of a tile, and the transposition in its registers. It is host code as well, so
 // that a test can try it.
 
 #include <cuda_runtime.h>

@@ -23,8 +23,8 @@ struct OrderedTile {
 
 namespace ordered {
 
-// Of all tiles: the end of `inner` is filled up with zeros to whole slices, which could change the
-// sign of a zero.
+// Every tile has these: the end of `inner` is filled up with zeros to whole slices, which could
+// change the sign of a zero.
 inline constexpr int slice = 16, slices_in_a_sum = 4;
 
 __device__ inline float multiply_add(float a, float b, float sum) { return fmaf(a, b, sum); }
