@@ -310,7 +310,7 @@ Choice choice_for(const ConvProblem& p) {
   const auto or_eager = [known](const char* reason) {
     return Choice{aten, known ? known : reason};
   };
-  if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
+  if (is_capturing()) {
     return chosen(key, /*even_if_due=*/true)
         .value_or(or_eager("(not cuDNN's fused form: not tried before the capture)"));
   }

@@ -17,8 +17,7 @@
 namespace fused::cuda::float8 {
 namespace {  // each file's kernels are its own
 
-// --- shapes
-// ---------------------------------------------------------------------------------------
+// --- shapes --------------------------------------------------------------------------------------
 
 // The first kernel's blocks: a thread owns a vector of columns and walks down the rows.
 struct Walk {
@@ -63,8 +62,7 @@ struct Scratch {
   }
 };
 
-// --- the maximum, and sums
-// ------------------------------------------------------------------------
+// --- the maximum, and sums -----------------------------------------------------------------------
 
 // Lets NaN through, as torch's maximum does.
 __device__ inline float larger(float a, float b) {
@@ -153,8 +151,7 @@ __global__ void __launch_bounds__(maximum_threads, Source::operands == 1 ? maxim
 #endif
 }
 
-// --- the cast
-// -------------------------------------------------------------------------------------
+// --- the cast ------------------------------------------------------------------------------------
 
 constexpr int cast_threads = 128;
 
@@ -331,8 +328,7 @@ __global__ void __launch_bounds__(cast_threads, cast_blocks<Source, Source::resu
 #endif
 }
 
-// --- both
-// -----------------------------------------------------------------------------------------
+// --- both ----------------------------------------------------------------------------------------
 
 template <__nv_fp8_interpretation_t kind, bool sums, typename Source>
 void run(const Size& size, const Source& source, const Targets<Source::results>& targets,

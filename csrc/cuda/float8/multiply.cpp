@@ -39,8 +39,7 @@ struct ShapeHash {
   }
 };
 
-// --- what is known
-// --------------------------------------------------------------------------------
+// --- what is known -------------------------------------------------------------------------------
 
 // The choices of this process, for all threads.
 struct Chosen {
@@ -76,8 +75,7 @@ auto& thread_products() {
   return mine.ready;
 }
 
-// --- choosing
-// -------------------------------------------------------------------------------------
+// --- choosing ------------------------------------------------------------------------------------
 
 // Tells whether the results agree as far as sums in another order do.
 bool agree(const Tensor& result, const Tensor& expected) {
@@ -134,10 +132,6 @@ std::optional<Algorithm> choose(const ProductShape& shape, Product& product,
   if (candidates.empty()) return std::nullopt;
   return candidates.size() == 1 ? candidates.front()
                                 : fastest(shape, product, operands, candidates, result);
-}
-
-bool is_capturing() {
-  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
 }
 
 std::optional<Algorithm> known(const ProductShape& shape, uint64_t generation) {

@@ -96,6 +96,10 @@ bool multiplies_as_torch(const at::Tensor& like) {
   return like.scalar_type() != at::kFloat || !internals::float32_is_bf16x9();
 }
 
+bool is_capturing() {
+  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+}
+
 gemm::Available available(const gemm::PassProblem& problem) {
   const auto& device = device_of(problem.matmul.device);
   return {lt_version(), device.has_hopper_products, device.has_small_products};

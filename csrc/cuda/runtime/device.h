@@ -38,6 +38,9 @@ bool multiplies_as_torch(const at::Tensor& like);
 // Reads PyTorch's own switches (TF32, split-K), as they are now.
 gemm::Settings gemm_settings(int device, gemm::Type type);
 
+// Tells whether the current stream is being captured, when nothing may be tried.
+bool is_capturing();
+
 // Makes an empty tensor in a third of the time that the dispatcher takes.
 at::Tensor empty(at::IntArrayRef sizes, const at::Tensor& like,
                  std::optional<c10::ScalarType> type = {},

@@ -224,11 +224,6 @@ std::optional<Plan> plan_inside_capture(const PassCall& call, const PassProblem&
   return fallback_plan(call.problem, "unknown while capturing");
 }
 
-// Nothing may be searched for while a stream captures.
-bool is_capturing() {
-  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
-}
-
 // Remembers this thread's plan, or makes one for this call alone; nullptr where there is no way.
 Plan* make_plan(const PassCall& call, std::optional<Plan>& for_this_call) {
   const auto& machine = device_of(call.problem.matmul.device).machine;
