@@ -2,7 +2,7 @@
 
 // A convolution as it is asked for, what tells it from others, and how far its results are off.
 
-#include "core/conv.h"
+#include "conv/arguments.h"
 #include "plans/errors.h"
 
 #include <c10/util/SmallVector.h>
@@ -12,7 +12,7 @@
 #include <functional>
 #include <thread>
 
-namespace fused::cuda {
+namespace fused::conv::cuda {
 
 using ConvKey = c10::SmallVector<int64_t, 32>;  // short enough for no allocation
 
@@ -21,10 +21,10 @@ struct ConvProblem {
   const OptionalTensor& bias;
   std::array<int64_t, 2> stride, padding, dilation;
   int64_t groups;
-  const conv::Geometry& geometry;
+  const Geometry& geometry;
 
   ConvProblem(const Tensor& image_, const Tensor& weight_, const OptionalTensor& bias_,
-              const conv::Geometry& g)
+              const Geometry& g)
       : image(image_),
         weight(weight_),
         bias(bias_),
@@ -41,7 +41,7 @@ struct ConvProblem {
     const auto thread = std::hash<std::thread::id>()(std::this_thread::get_id());
     ConvKey key{image.get_device(),
                 static_cast<int64_t>(image.scalar_type()),
-                conv::format_of(image, weight) == at::MemoryFormat::ChannelsLast,
+                format_of(image, weight) == at::MemoryFormat::ChannelsLast,
                 has_value(bias),
                 context.userEnabledCuDNN(),
                 context.deterministicCuDNN() || context.deterministicAlgorithms(),
@@ -56,7 +56,7 @@ struct ConvProblem {
   }
 
  private:
-  static std::array<int64_t, 2> ints(const conv::Geometry::Pair& pair) {
+  static std::array<int64_t, 2> ints(const Geometry::Pair& pair) {
     return {pair[0].guard_int(__FILE__, __LINE__), pair[1].guard_int(__FILE__, __LINE__)};
   }
 };
@@ -120,4 +120,4 @@ class ExactConv {
   Tensor values_, units_;
 };
 
-}  // namespace fused::cuda
+}  // namespace fused::conv::cuda
