@@ -31,12 +31,13 @@ HEADERS = ("fused_linear.h", "fused_activation.h")  # that are installed
 ROOMS = (".", "core", "reference", "gemm", "plans", "dispatch", "cpu", "autograd", "float8", "conv")
 CUDA_ROOMS = (
     *("cuda", "cuda/float8", "cuda/hopper", "cuda/kernels", "cuda/runtime", "cuda/tune"),
-    "conv/cuda",
+    *("cuda/small", "cuda/small/kernels", "conv/cuda"),
 )
 # Of these, what is the kernels' library, without torch.
 KERNELS = (
     *("cuda/kernels/*.*", "cuda/tune/*.cu", "cuda/float8/*.cu", "cuda/hopper/*.cpp"),
-    *("conv/cuda/*.cu", "cuda/runtime/cublaslt.cpp", "cuda/float8/lt_product.cpp"),
+    *("cuda/small/kernels/*.*", "conv/cuda/*.cu"),
+    *("cuda/runtime/cublaslt.cpp", "cuda/float8/lt_product.cpp"),
 )
 HOPPER = CSRC / "cuda" / "hopper"
 # How often hopper/kernels.cu is compiled.

@@ -1,6 +1,6 @@
 #pragma once
 
-// Which problems our kernels for small networks (cuda/kernels/small_product.cuh) take.
+// Which problems our kernels for small networks (cuda/small/kernels/small_product.cuh) take.
 
 #include "gemm/problem.h"
 
