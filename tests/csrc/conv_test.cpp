@@ -1,6 +1,6 @@
 // How far a convolution's results are off, against those in fp64, without a GPU.
 
-#include "conv/cuda/problem.h"
+#include "conv/cuda/problem.cpp"  // which a library without CUDA lacks
 #include "tensors.h"
 
 #include <ATen/ops/conv2d.h>
