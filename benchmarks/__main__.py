@@ -19,7 +19,7 @@ from benchmarks.contenders import BASELINES, COMPILED
 from benchmarks.results import Record
 from benchmarks.run import entrants, measure_case
 from benchmarks.table import Table, details
-from torch_fused_linear._command_line import OneLineParser
+from torch_fused_linear._support.command_line import OneLineParser
 from torch_fused_linear.timing import in_one_line
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 import torch_fused_linear as tfl
-from torch_fused_linear import _library, doctor
+from torch_fused_linear import doctor
+from torch_fused_linear._support import library
 
 CLOCK_FIELDS = {
     "sm_clock": "clocks.sm",
@@ -134,7 +135,7 @@ def header(device: torch.device, arguments: list[str]) -> dict[str, Any]:
         "device": device.type,
         **doctor.versions(),
         "package": tfl.__version__,
-        "library": _library.build_info(),
+        "library": library.build_info(),
         "policy": tfl.get_policy(),
         "tf32": torch.backends.cuda.matmul.allow_tf32,
         "cudnn": {

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "torch_fused_linear"
-releases = runpy.run_path(str(PACKAGE / "_releases.py"))
+releases = runpy.run_path(str(PACKAGE / "_support" / "releases.py"))
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fused_linear import fuse_, gain
-from torch_fused_linear.picture import draw_bars
+from torch_fused_linear._support.picture import draw_bars
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 # What the benchmark calls the ways, in the order of the picture.

@@ -9,13 +9,14 @@ from typing import NoReturn as _NoReturn
 
 from torch import ops as _ops
 
-from . import _library
+from ._support import library as _library
 from .fuse import fuse_, is_fused, unfuse_
 
 _library.say_what_is_wrong(stacklevel=3)
 if _library.error is None:
-    from . import flops, plans, sharding
-    from ._library import library_path
+    from . import flops, plans
+    from ._support.library import library_path
+    from ._torch import sharding as _sharding
     from .accumulation import accumulate_gradients
     from .functional import (
         conv2d_relu,
@@ -50,7 +51,7 @@ if _library.error is None:
     from .report import explain
 
     flops.register_when_imported()
-    sharding.register_when_imported()
+    _sharding.register_when_imported()
 
     # A file that cannot be used is told of now, not in the middle of the work.
     _ops.fused._plans_from_environment()

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ._torch_internals import forget_compiled
+from ._support.torch_internals import forget_compiled
 
 _library = torch.library.Library("fused", "FRAGMENT")
 was_asked_for = False  # graphs that are compiled from then on look for sums

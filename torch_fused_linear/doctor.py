@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torch_fused_linear import _library
+from torch_fused_linear._support import library
 
 
 def driver_version() -> str | None:
@@ -32,11 +32,11 @@ def cublaslt_version() -> str | None:
     if torch.version.cuda is None:
         return None
     try:
-        library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
+        loaded = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
     except OSError:
         return None
-    library.cublasLtGetVersion.restype = ctypes.c_size_t
-    number = library.cublasLtGetVersion()
+    loaded.cublasLtGetVersion.restype = ctypes.c_size_t
+    number = loaded.cublasLtGetVersion()
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
@@ -106,22 +106,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def say(name: str, value: object) -> None:
         print(f"{name:<10}", "none" if value is None else value)
 
-    found, built = versions(), _library.build_info()
-    say("package", _library._PACKAGE)
+    found, built = versions(), library.build_info()
+    say("package", library.PACKAGE)
     for name in ("python", "torch", "cuda", "driver", "cublaslt"):
         say(name, found[name])
     for device in found["devices"] or ["cpu only"]:
         say("device", device)
 
-    if _library.error is not None:
+    if library.error is not None:
         say("library", "BROKEN")
-        print(_library.error)
+        print(library.error)
         return 1
     kind = f"CUDA {built['cuda']} for {built['arch_list']}" if built["cuda"] else "CPU only"
     say("library", f"{kind}, for torch {built['torch']} ({built['why']})")
     if built["cuda"] and "9.0" in built["arch_list"]:
         say("Hopper", f"{'with' if built['hopper'] else 'without'} our own kernels")
-    is_direct = not isinstance(_library.direct, _library._NotDirect)
+    is_direct = not isinstance(library.direct, library._NotDirect)
     slower = "through torch.ops, which is slower: not built for this Python, or without Python.h"
     say("calls", "direct" if is_direct else slower)
     say("oneDNN", onednn_path())
@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     working = built["cuda"] is not None or not has_gpu
     if not working:
         say("cuda", "a GPU is here that this build does not use: FAILED")
-        say("to build", _library.how_to_rebuild())
+        say("to build", library.how_to_rebuild())
     for device in ["cpu", *["cuda"] * (built["cuda"] is not None and has_gpu)]:
         is_right, verdict = tried(device)
         say(device, f"linear_relu, forward and backward, {verdict}")

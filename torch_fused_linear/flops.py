@@ -22,7 +22,7 @@ from math import prod
 
 import torch
 
-from ._when_imported import when_imported
+from ._support.when_imported import when_imported
 from .activations import OPERATORS
 
 __all__ = ["FORMULAS", "register"]

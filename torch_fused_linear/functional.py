@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling as is_compiling
 
-from . import subclasses
-from ._arguments import Activation, Approximate, Memory, Precision, check_precision
-from ._library import direct
-from ._torch_internals import register_builtin
+from ._support.arguments import Activation, Approximate, Memory, Precision, check_precision
+from ._support.library import direct
+from ._support.torch_internals import register_builtin
+from ._torch import subclasses
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ._arguments import check_module
+from ._support.arguments import check_module
 
 
 def pack_weights(module: nn.Module) -> int:

@@ -33,8 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._switch import Switch as _Switch
-from ._torch_internals import floats_in as _floats_in
+from ._support.switch import Switch as _Switch
+from ._support.torch_internals import floats_in as _floats_in
 
 
 def save(path: str | os.PathLike) -> None:

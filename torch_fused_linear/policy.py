@@ -2,7 +2,7 @@
 
 import torch
 
-from ._switch import Switch
+from ._support.switch import Switch
 
 
 class set_policy(Switch):

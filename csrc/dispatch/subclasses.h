@@ -1,8 +1,8 @@
 #pragma once
 
 // Python classes (quantised, distributed, nested, ...) handle torch's own functions, which Python
-// calls for them (torch_fused_linear/subclasses.py) at the key that a call passes first. Tensors
-// that stand for others in tracing get to see the operators: Python tells the two apart.
+// calls for them (torch_fused_linear/_torch/subclasses.py) at the key that a call passes first.
+// Tensors that stand for others in tracing get to see the operators: Python tells the two apart.
 
 #include "dispatch/operators.h"
 

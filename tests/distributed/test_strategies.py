@@ -14,7 +14,7 @@ from operators import conv, gated, mlp, pair
 from strategy_checks import LAYERS
 from torch.distributed.tensor import Replicate, Shard
 
-from torch_fused_linear import sharding
+from torch_fused_linear._torch import sharding
 
 TWO, FOUR, TWO_BY_TWO = (2,), (4,), (2, 2)
 ODD, EVEN, UNEVEN = ((4, 3), 6, 5), ((4, 3), 6, 8), ((6, 3), 6, 10)

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import torch_fused_linear as tfl
-from torch_fused_linear import _library
+from torch_fused_linear._support import library
 
 pytestmark = pytest.mark.skipif(
-    isinstance(_library.direct, _library._NotDirect), reason="built without Python's headers"
+    isinstance(library.direct, library._NotDirect), reason="built without Python's headers"
 )
 CALLS, ROUNDS, PLACES = 20, 500, 8
 

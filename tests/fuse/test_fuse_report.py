@@ -10,7 +10,7 @@ from processes import python
 from torch import nn
 
 import torch_fused_linear as tfl
-from torch_fused_linear.picture import spans
+from torch_fused_linear._support.picture import spans
 
 
 def block(activation=nn.ReLU):

@@ -22,7 +22,7 @@ from fusion import (
 from torch import nn
 
 import torch_fused_linear as tfl
-from torch_fused_linear import _library
+from torch_fused_linear._support import library
 from torch_fused_linear.graph import identity
 from torch_fused_linear.graph.accumulated_weights import StoragesPass, WeightsPass
 from torch_fused_linear.graph.fusion_pass import FusionPass
@@ -161,7 +161,7 @@ def test_identity_follows_the_source_and_the_library(monkeypatch, tmp_path):
     assert {"criterion.py", "matching.py", "activations.py"} <= {p.name for p in identity.SOURCES}
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(_library, "build_info", lambda: {"fingerprint": "another"})
+            patch.setattr(library, "build_info", lambda: {"fingerprint": "another"})
             assert not {*uuids()} & {*before}
         for i, path in enumerate(identity.SOURCES):
             changed = tmp_path / path.name

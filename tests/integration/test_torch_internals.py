@@ -19,10 +19,10 @@ from processes import ROOT
 from torch import nn
 
 import torch_fused_linear as tfl
-from torch_fused_linear import _library
-from torch_fused_linear import _torch_internals as internals
-from torch_fused_linear._torch_internals import BroadcastingList2
-from torch_fused_linear._when_imported import when_imported
+from torch_fused_linear._support import library
+from torch_fused_linear._support import torch_internals as internals
+from torch_fused_linear._support.torch_internals import BroadcastingList2
+from torch_fused_linear._support.when_imported import when_imported
 
 fused = torch.ops.fused
 
@@ -65,7 +65,7 @@ def test_global_hooks():
 
 def test_kernels_of_operators():
     assert internals.has_kernel("fused::linear", "CPU")
-    built = _library.build_info()["cuda"] is not None
+    built = library.build_info()["cuda"] is not None
     assert internals.has_kernel("fused::linear", "CUDA") == built
 
 

@@ -11,11 +11,12 @@ from numerics import assert_bits
 from torch.overrides import TorchFunctionMode
 
 import torch_fused_linear as tfl
-from torch_fused_linear import _library, functional
+from torch_fused_linear import functional
+from torch_fused_linear._support import library
 
-direct = _library.direct
+direct = library.direct
 pytestmark = pytest.mark.skipif(
-    isinstance(direct, _library._NotDirect), reason="built without Python's headers"
+    isinstance(direct, library._NotDirect), reason="built without Python's headers"
 )
 
 X, W, B = torch.randn(5, 6), torch.randn(4, 6), torch.randn(4)

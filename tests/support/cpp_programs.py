@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from torch_fused_linear import _library, library_path
+from torch_fused_linear import library_path
+from torch_fused_linear._support import library
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "build_tools"))
@@ -17,7 +18,7 @@ import torchs  # noqa: E402
 
 (TORCH,) = torchs.found()
 LIB = TORCH.folder / "lib"
-WITH_CUDA = _library.build_info()["cuda"] is not None
+WITH_CUDA = library.build_info()["cuda"] is not None
 # Where CUDA's headers and libraries may be; no nvcc where a library built elsewhere is tried.
 HOME = toolkits.find_nvcc(TORCH.cuda, toolkits.homes(TORCH))[0] if WITH_CUDA else None
 CUDA = [*filter(None, [HOME]), *toolkits.pip_folders(TORCH)] if WITH_CUDA else []

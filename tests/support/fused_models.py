@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_map_only
 from watching import Calls
 
 import torch_fused_linear as tfl
-from torch_fused_linear import _library, functional
+from torch_fused_linear import functional
+from torch_fused_linear._support import library
 from torch_fused_linear.fuse import in_code, plain
 from torch_fused_linear.fuse import run as decisions
 
@@ -202,4 +203,4 @@ def decided_in_python(monkeypatch) -> None:
     """What looks at layers and activations in rewritten code is Python, as where C cannot be."""
     for name in in_code.IN_C:
         monkeypatch.setattr(in_code, name, getattr(decisions, name))
-    monkeypatch.setattr(functional, "direct", _library._NotDirect())
+    monkeypatch.setattr(functional, "direct", library._NotDirect())

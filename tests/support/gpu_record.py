@@ -169,7 +169,8 @@ def main(arguments):
         return "gpu_record: no CUDA device here, so there is nothing to record; use `make test`."
 
     import torch_fused_linear  # noqa: F401  (a library that does not load is no record either)
-    from torch_fused_linear import _library, doctor
+    from torch_fused_linear import doctor
+    from torch_fused_linear._support import library
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--bench-json")
@@ -193,7 +194,7 @@ def main(arguments):
     record = {
         "date": now,
         **versions,
-        "library": _library.build_info(),
+        "library": library.build_info(),
         "tree_hash": tree,
         "runs": outcomes(OUTCOMES, kind="run"),
         **summary(

@@ -181,7 +181,9 @@ RETURNED = r'(?:return|return [^;]*? \?|nullptr :|nullptr,|nullopt,) "([^"]+)"(?
 OBJECTIONS = r"^inline const char\* objection\(.*?^}"
 TRIALS = "no valid algorithm|its trial|less exact|unknown while"
 REASONS = {
-    "no kernel": found(r'"(\(no kernel: [^"]+\))"', "core/*.h", "../torch_fused_linear/sub*.py"),
+    "no kernel": found(
+        r'"(\(no kernel: [^"]+\))"', "core/*.h", "../torch_fused_linear/_torch/*.py"
+    ),
     "cuDNN": found(r'"(\(not cuDNN\'s fused form: [^"]+\))"', "conv/cuda/*"),
     "GEMM": literals(found(OBJECTIONS, *(f"gemm/{n}.h" for n in ("choice", "hopper", "problem")))),
     "trials": found(rf'"(\(no GELU epilogue[^"]+|(?:{TRIALS})[^"]+)"', "cuda/tune/decide.cpp"),
@@ -216,7 +218,7 @@ def fuse_reasons(path: Path) -> list[str]:
 
 REASONS["fuse"] = [*families.REFUSALS.values()]
 PACKAGE = ROOT / "torch_fused_linear"
-for path in (*(PACKAGE / "fuse").glob("*.py"), PACKAGE / "_torch_internals.py"):
+for path in (*(PACKAGE / "fuse").glob("*.py"), PACKAGE / "_support" / "torch_internals.py"):
     REASONS["fuse"] += fuse_reasons(path)
 
 

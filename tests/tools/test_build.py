@@ -14,7 +14,7 @@ import pytest
 import torch
 from processes import ROOT, git_files, module_at, python, run, script
 
-from torch_fused_linear import _library, _releases
+from torch_fused_linear._support import library, releases
 
 PACKAGE = ROOT / "torch_fused_linear"
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
@@ -338,17 +338,17 @@ def test_no_torch_is_said_first_with_what_to_do(monkeypatch):
 
 
 def test_the_requirement_of_a_wheel_names_its_releases():
-    requirement = _releases.requirement
+    requirement = releases.requirement
     assert requirement(["2.11"]) == "torch>=2.11,<2.12"
     assert requirement(["2.15", "2.11", "2.13"]) == "torch>=2.11,<2.16,!=2.12.*,!=2.14.*"
-    assert requirement(list(_releases.TESTED)) == "torch>=2.11,<2.16"
+    assert requirement(list(releases.TESTED)) == "torch>=2.11,<2.16"
 
 
 # --- the library in this tree -----------------------------------------------------------------
 
 
 def test_the_library_is_of_these_sources():
-    info = _library.build_info()
+    info = library.build_info()
     (torch,) = torchs.found()
     toolkit, made = None, []
     if info["cuda"] is not None:
@@ -366,14 +366,14 @@ def listed(tool, *arguments):
     return run(tool, "--dynamic", *arguments).stdout
 
 
-@pytest.mark.skipif(_library.build_info()["cuda"] is None, reason="needs a build with CUDA")
+@pytest.mark.skipif(library.build_info()["cuda"] is None, reason="needs a build with CUDA")
 def test_the_kernels_know_no_torch():
     kernels = PACKAGE / "lib" / "libfused_kernels.so"
     symbols = listed("nm", "--undefined-only", kernels)
     assert "cublasLtMatmul" in symbols and "c10" not in symbols and "torch" not in symbols
     needed = listed("readelf", kernels)
     assert "libcudart" in needed and "libtorch" not in needed and "libc10" not in needed
-    assert "libfused_kernels.so" in listed("readelf", _library.library_path())
+    assert "libfused_kernels.so" in listed("readelf", library.library_path())
 
 
 def test_the_sources_of_the_kernels_include_nothing_of_torch():
@@ -384,17 +384,17 @@ def test_the_sources_of_the_kernels_include_nothing_of_torch():
 
 def test_the_library_knows_no_python():
     """A LibTorch program without Python loads it, so it may neither ask for Python nor link it."""
-    symbols = listed("nm", "--undefined-only", _library.library_path())
+    symbols = listed("nm", "--undefined-only", library.library_path())
     assert "torch" in symbols  # nm has seen a library of torch's
     assert not re.findall(r"\b_?Py[A-Z_]\w*", symbols)
-    needed = re.findall(r"\(NEEDED\).*\[(.*)\]", listed("readelf", _library.library_path()))
+    needed = re.findall(r"\(NEEDED\).*\[(.*)\]", listed("readelf", library.library_path()))
     assert any(name.startswith("libtorch") for name in needed)
     assert not [name for name in needed if "python" in name]
 
 
 def test_calls_go_straight_to_their_functions():
     """By way of the linker's table a training step takes 3 µs more."""
-    relocations = run("readelf", "--relocs", "--wide", _library.library_path()).stdout
+    relocations = run("readelf", "--relocs", "--wide", library.library_path()).stdout
     assert "GLOB_DAT" in relocations and "JUMP_SLO" not in relocations
 
 
@@ -406,7 +406,7 @@ def test_the_public_header_is_installed_beside_the_library():
 # --- building again ---------------------------------------------------------------------------
 
 
-MINOR = _releases.minor(torch.__version__)
+MINOR = releases.minor(torch.__version__)
 LIBRARY = f"torch_fused_linear/lib/torch{MINOR}/_C.abi3.so"
 DIRECT = f"torch_fused_linear/lib/torch{MINOR}/_direct{SUFFIX}"
 
@@ -443,7 +443,8 @@ def original(tmp_path_factory):
     package = tree / "torch_fused_linear"
     package.mkdir()
     (package / "__init__.py").write_text('__version__ = "1.2.3"\n')
-    shutil.copy(PACKAGE / "_releases.py", package)
+    (package / "_support").mkdir()
+    shutil.copy(PACKAGE / "_support" / "releases.py", package / "_support")
     build_in(tree, WORKING)
     for made in (LIBRARY, DIRECT):
         (tree / made).write_text("finished")

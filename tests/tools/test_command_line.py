@@ -121,8 +121,8 @@ def test_a_wrong_operator_is_noticed(monkeypatch, capsys, operator, says):
 
 
 def test_a_gpu_that_the_build_does_not_use_is_a_failure(monkeypatch, capsys):
-    built = {**doctor._library.build_info(), "cuda": None}
-    monkeypatch.setattr(doctor._library, "build_info", lambda: built)
+    built = {**doctor.library.build_info(), "cuda": None}
+    monkeypatch.setattr(doctor.library, "build_info", lambda: built)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert doctor.main([]) == 1

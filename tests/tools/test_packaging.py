@@ -17,7 +17,7 @@ from processes import ROOT, git_files, module_at, python, run, script
 from test_build import MINOR, SUFFIX, WORKING, build, fake_torch, words_of_exit
 
 import torch_fused_linear as tfl
-from torch_fused_linear import _releases
+from torch_fused_linear._support import releases as of_torch
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_the_wheel_has_the_library_and_what_users_need(wheel):
     assert tops == {"torch_fused_linear", Path(metadata).parent.name}, "tests or tools are inside"
     assert about["Version"] == f"{tfl.__version__}+pt{MINOR.replace('.', '')}.pt214.cpu"
     (needed,) = (r for r in about.get_all("Requires-Dist") if r.startswith("torch"))
-    wanted = _releases.requirement([MINOR, "2.14"])
+    wanted = of_torch.requirement([MINOR, "2.14"])
     assert sorted(needed[5:].split(",")) == sorted(wanted[5:].split(","))
     assert about["Description-Content-Type"] == "text/markdown" and about["Requires-Python"]
     tag = f"cp{sys.version_info[0]}{sys.version_info[1]}"
@@ -169,7 +169,7 @@ def test_readme_says_what_the_workflow_tries():
         max((json.loads(row) for key, row in rows if key == name), key=len)
         for name in ("torch", "python")
     )
-    assert tuple(releases) == _releases.TESTED
+    assert tuple(releases) == of_torch.TESTED
     supported = f"PyTorch {releases[0]} to {releases[-1]}, Python {pythons[0]} to {pythons[-1]}"
     assert supported in (ROOT / "README.md").read_text()
     about = (ROOT / "pyproject.toml").read_text()
@@ -202,7 +202,7 @@ def test_the_newest_torch_is_tried_but_hides_nothing_of_the_oldest(
 
 def test_the_newest_torch_is_one_that_is_supported():
     newest = re.search(r"^newest=(\S+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
-    assert newest[1] == _releases.TESTED[-1]
+    assert newest[1] == of_torch.TESTED[-1]
     makefile = (ROOT / "Makefile").read_text().replace("\\\n", "")
     tests = re.search(r"^RELEASES = (.+)$", makefile, re.MULTILINE)[1].split()
     assert all((ROOT / "tests" / name).exists() for name in tests)

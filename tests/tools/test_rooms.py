@@ -143,6 +143,12 @@ def test_rooms_do_not_know_what_the_tables_say():
     ]
 
 
+def test_the_top_folder_is_for_users():
+    names = [path.stem for path in PACKAGE.glob("*.py")]
+    assert len(names) <= 14
+    assert [n for n in names if n.startswith("_") and not n.startswith("__")] == []
+
+
 def test_the_build_takes_every_room():
     sources = {p.parent for p in CSRC.rglob("*") if p.suffix in (".cpp", ".cu")}
     listed = {CSRC / room for room in (*parts.ROOMS, *parts.CUDA_ROOMS, "python")}

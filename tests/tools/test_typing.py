@@ -11,7 +11,7 @@ import torch
 from processes import ROOT, python
 
 import torch_fused_linear as tfl
-from torch_fused_linear import _arguments
+from torch_fused_linear._support import arguments
 from torch_fused_linear.activations import ACTIVATIONS
 
 PROGRAM = Path(__file__).with_name("user_program.py")
@@ -61,9 +61,9 @@ def test_a_wrong_call_is_seen(check, tmp_path):
 
 
 def test_the_values_of_arguments_are_the_operators():
-    assert get_args(_arguments.Activation) == tuple(ACTIVATIONS)
+    assert get_args(arguments.Activation) == tuple(ACTIVATIONS)
     gelus = {a.approximate for a in ACTIVATIONS.values()} - {None}
-    assert set(get_args(_arguments.Approximate)) == gelus
+    assert set(get_args(arguments.Approximate)) == gelus
 
 
 def test_options_are_given_by_name_alone():

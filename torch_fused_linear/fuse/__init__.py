@@ -7,9 +7,9 @@ from types import ModuleType
 
 from torch import nn
 
-from .. import _library
-from .._arguments import Memory, check, check_module
-from .._torch_internals import forget_compiled
+from .._support import library as _library
+from .._support.arguments import Memory, check, check_module
+from .._support.torch_internals import forget_compiled
 from .model import frozen_reason, named
 from .plain import MARK
 from .plan import Plan

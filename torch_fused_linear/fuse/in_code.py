@@ -7,9 +7,9 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from .. import _library
-from .._torch_internals import learn_dynamo
-from .._when_imported import when_imported
+from .._support import library
+from .._support.torch_internals import learn_dynamo
+from .._support.when_imported import when_imported
 from ..activations import named_gelu
 from . import plain
 from . import run as decisions
@@ -21,7 +21,7 @@ NAME = "__torch_fused_linear__"
 #: The name of a run's result, in a rewritten function, until it is given to the user's name.
 RESULT = "__torch_fused_linear_result__"
 
-_direct = _library.direct if isinstance(_library.direct, ModuleType) else decisions
+_direct = library.direct if isinstance(library.direct, ModuleType) else decisions
 # The functions of run.py that are in C where it was built.
 IN_C = ("run", "nested", "leads", "sequence", "gated", "halves")
 run, nested, leads, sequence, gated, halves = (getattr(_direct, name) for name in IN_C)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling, is_exporting
 
-from .._torch_internals import (
+from .._support.torch_internals import (
     GLOBAL_HOOKS,  # noqa: F401  (C reads it here)
     HOOKS,
     added_behaviour,
@@ -24,8 +24,8 @@ from .._torch_internals import (
     has_any_global_hook,
     parallel_plan,
 )
+from .._torch.subclasses import PLAIN, is_foreign
 from ..activations import name_of_gelu
-from ..subclasses import PLAIN, is_foreign
 from . import families, float8
 from .families import ACTIVATION_LIBRARIES, ACTIVATIONS, CONV1D, full_name
 from .float8 import TENSORWISE

@@ -6,7 +6,7 @@ from functools import cache
 
 from torch import nn
 
-from .._torch_internals import forget_compiled
+from .._support.torch_internals import forget_compiled
 from ..activations import ACTIVATIONS
 from . import plain
 from .float8 import is_float8

@@ -65,7 +65,7 @@ class Report:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        from ..picture import draw_blocks
+        from .._support.picture import draw_blocks
 
         kinds: dict = {}
         for block in self.fused:

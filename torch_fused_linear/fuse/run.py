@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from .._torch_internals import parallel_plan
+from .._support.torch_internals import parallel_plan
+from .._torch.subclasses import PLAIN
 from ..activations import ACTIVATIONS
 from ..functional import gated_mlp, linear, linear_glu
 from ..nn.conv import FusedConv2dReLU
-from ..subclasses import PLAIN
 from .plain import METHODS, Rules, applied
 
 Function = Callable[..., Any]

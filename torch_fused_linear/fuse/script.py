@@ -7,7 +7,14 @@ plain one. Here the graph is changed, which holds products and activations whoev
 import torch
 from torch import Tensor
 
-from .._torch_internals import Graph, Node, TensorType, Value, copy_of_own_class, script_graphs
+from .._support.torch_internals import (
+    Graph,
+    Node,
+    TensorType,
+    Value,
+    copy_of_own_class,
+    script_graphs,
+)
 from ..activations import ACTIVATIONS, Activation, name_of_gelu
 from .report import Block, Report, Skipped
 

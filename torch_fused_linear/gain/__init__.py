@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from .._arguments import check_module
-from .._torch_internals import floats_in
+from .._support.arguments import check_module
+from .._support.torch_internals import floats_in
 from ..fuse import fuse_, unfuse_
 from ..graph.options import compile_options
 from ..policy import set_policy

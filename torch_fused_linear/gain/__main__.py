@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from torch_fused_linear import _library, gain
-from torch_fused_linear._arguments import check_module
-from torch_fused_linear._command_line import OneLineParser
+from torch_fused_linear import gain
+from torch_fused_linear._support import library
+from torch_fused_linear._support.arguments import check_module
+from torch_fused_linear._support.command_line import OneLineParser
 from torch_fused_linear.timing import in_one_line
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -94,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not path.parent.is_dir() or path.is_dir():
             parser.error(f"{path}: expected a file in a folder that exists")
     try:
-        _library.require()
+        library.require()
         device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         model = model_named(given.model)
         check_module(given.model, model)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from os import PathLike
 
+from .._support.picture import draw_bars
 from ..fuse.report import Report
-from ..picture import draw_bars
 from ..report import table
 from ..timing import Number
 

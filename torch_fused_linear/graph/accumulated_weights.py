@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .. import accumulation
-from .._torch_internals import OpOverload, runs_as_cuda_graphs
+from .._support.torch_internals import OpOverload, runs_as_cuda_graphs
 from .criterion import is_static
 from .identity import GraphPass
 from .rewriting import arguments_of, replace, result_of

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from .._library import build_info
+from .._support.library import build_info
 from ..policy import get_policy
 from .matching import dtype_of, value
 from .spellings import called, kind

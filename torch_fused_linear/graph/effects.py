@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .._torch_internals import OpOverload, OpOverloadPacket, aten_schemas
+from .._support.torch_internals import OpOverload, OpOverloadPacket, aten_schemas
 
 _SWITCHES = ("_enter_", "_exit_", "_set_grad_enabled")
 

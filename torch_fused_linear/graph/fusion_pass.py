@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
-from .._torch_internals import HigherOrderOperator, overlaps_collectives
+from .._support.torch_internals import HigherOrderOperator, overlaps_collectives
 from ..activations import ACTIVATIONS
 from . import collectives, effects, matching, matching_conv, matching_gated, spellings
 from .criterion import compiler_gates, convolution_pays, has_choice, is_between_passes

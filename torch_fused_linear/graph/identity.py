@@ -4,8 +4,9 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
-from .. import _library, activations
-from .._torch_internals import custom_graph_pass
+from .. import activations
+from .._support import library
+from .._support.torch_internals import custom_graph_pass
 from ..policy import get_policy
 
 SOURCES = (*sorted(Path(__file__).parent.glob("*.py")), Path(activations.__file__))
@@ -15,7 +16,7 @@ SOURCES = (*sorted(Path(__file__).parent.glob("*.py")), Path(activations.__file_
 def fingerprint() -> str:
     """Returns a digest of a pass's behaviour: its source and the library's."""
     # Not torch's get_hash_for_files, which remembers one result only.
-    hasher = sha256(str(_library.build_info().get("fingerprint")).encode())
+    hasher = sha256(str(library.build_info().get("fingerprint")).encode())
     for path in SOURCES:
         hasher.update(path.read_bytes())
     return hasher.hexdigest()

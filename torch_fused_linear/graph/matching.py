@@ -13,8 +13,8 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from .. import _torch_internals
-from .._torch_internals import FakeTensor
+from .._support import torch_internals
+from .._support.torch_internals import FakeTensor
 from ..activations import OPERATORS as OWN
 from ..activations import name_of_gelu, of_operator
 from .spellings import arguments, kind
@@ -127,7 +127,7 @@ def has_kernel(fakes: list[FakeTensor]) -> bool:
     if any(f.dtype not in DTYPES or f.layout != torch.strided or f.device != device for f in fakes):
         return False
     key = device.type.upper()
-    return key in ("CPU", "CUDA") and _torch_internals.has_kernel("fused::linear", key)
+    return key in ("CPU", "CUDA") and torch_internals.has_kernel("fused::linear", key)
 
 
 def _is_supported(linear: Linear) -> bool:

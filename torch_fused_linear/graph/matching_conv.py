@@ -3,7 +3,7 @@
 import torch
 from torch.fx import Node
 
-from .._torch_internals import FakeTensor
+from .._support.torch_internals import FakeTensor
 from .matching import find_activation, has_kernel, same, value
 from .spellings import arguments, kind
 

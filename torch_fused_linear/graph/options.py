@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .. import _torch_internals
+from .._support import torch_internals
 
 
 def compile_options(
@@ -66,7 +66,7 @@ def compile_options(
         )
     ours = {"pre_grad_custom_pass": FusionPass(conv), "joint_custom_pre_pass": WeightsPass()}
     ours["post_grad_custom_pre_pass"] = StoragesPass()
-    return {**_torch_internals.options_of_mode(mode), **ours, **(options or {})}
+    return {**torch_internals.options_of_mode(mode), **ours, **(options or {})}
 
 
 class compile_backend:
@@ -98,7 +98,7 @@ class compile_backend:
         from .fusion_pass import FusionPass
 
         self._fusion = FusionPass(conv)
-        self._backend = _torch_internals.backend_of(backend)
+        self._backend = torch_internals.backend_of(backend)
 
     @property
     def replaced(self) -> Counter[str]:

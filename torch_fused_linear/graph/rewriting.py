@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from .._torch_internals import trace_in_aten
+from .._support.torch_internals import trace_in_aten
 
 
 def arguments_of(node: Node) -> dict[str, Any]:

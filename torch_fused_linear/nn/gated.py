@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
-from .._arguments import Activation, Memory, Precision, check, check_precision
-from .._torch_internals import added_behaviour, has_any_global_hook
+from .._support.arguments import Activation, Memory, Precision, check, check_precision
+from .._support.torch_internals import added_behaviour, has_any_global_hook
 from ..activations import ACTIVATIONS
 from ..functional import float8_gated_mlp, gated_mlp
 from .linear import memory_repr, precision_repr

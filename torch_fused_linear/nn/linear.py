@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.types import Device
 from typing_extensions import Self
 
-from .._arguments import Approximate, Memory, check
+from .._support.arguments import Approximate, Memory, check
 from ..activations import SquaredReLU
 from ..functional import linear, linear_gelu, linear_relu, linear_relu2, linear_silu
 from .taking_over import check_given_back, check_plain, made_like

@@ -5,7 +5,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._torch_internals import HOOKS, added_behaviour
+from .._support.torch_internals import HOOKS, added_behaviour
 
 Layer = TypeVar("Layer", bound=nn.Module)
 _HOOKS = (*HOOKS, "_state_dict_hooks", "_state_dict_pre_hooks")

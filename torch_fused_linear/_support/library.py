@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from . import _releases
+from . import releases
 
-_PACKAGE = Path(__file__).resolve().parent
-_LIB = _PACKAGE / "lib"
-_FOLDER = _LIB / f"torch{_releases.minor(torch.__version__)}"
+PACKAGE = Path(__file__).resolve().parents[1]
+_LIB = PACKAGE / "lib"
+_FOLDER = _LIB / f"torch{releases.minor(torch.__version__)}"
 _LIBRARIES = sorted(_FOLDER.glob("_C*.so"))  # one, where it was built
 
 #: Why the library is not loaded; nothing where it is.
@@ -78,13 +78,13 @@ def say_what_is_wrong(stacklevel: int) -> None:
     The doctor says so itself."""
     if "torch_fused_linear.doctor" in sys.orig_argv:
         return
-    what = str(error) if error is not None else _releases.untested(torch.__version__)
+    what = str(error) if error is not None else releases.untested(torch.__version__)
     if what is not None:
         warnings.warn(what, stacklevel=stacklevel)
 
 
 def _load() -> None:
-    if why := _releases.too_old(torch.__version__):
+    if why := releases.too_old(torch.__version__):
         raise ImportError(why)
     built = _record("_C")
     if not _LIBRARIES or not built:
@@ -105,7 +105,7 @@ def _is_for_this_torch(built: dict[str, Any]) -> bool:
         return True
     if built["cuda"] and (torch.version.cuda or "").split(".")[0] != built["cuda"].split(".")[0]:
         return False
-    return built["headers"] == _releases.digest_of_headers(Path(torch.__file__).parent)
+    return built["headers"] == releases.digest_of_headers(Path(torch.__file__).parent)
 
 
 def _what_there_is() -> str:
@@ -123,7 +123,7 @@ def _direct() -> Any:
     if about and error is None and about["torch"] == _record("_C").get("torch"):
         for path in _FOLDER.glob(f"_direct*{sys.implementation.cache_tag}*.so"):
             with contextlib.suppress(ImportError):
-                spec = importlib.util.spec_from_file_location(f"{__package__}._direct", path)
+                spec = importlib.util.spec_from_file_location(f"{PACKAGE.name}._direct", path)
                 module = importlib.util.module_from_spec(spec)
                 spec.loader.exec_module(module)
                 sys.modules[spec.name] = module
@@ -133,14 +133,14 @@ def _direct() -> Any:
 
 def _installed_elsewhere() -> Path | None:
     """A finished copy of the package that this one hides, as in the folder of its sources."""
-    copies = (Path(folder, _PACKAGE.name) for folder in sys.path)
-    others = (copy for copy in copies if copy.resolve() != _PACKAGE)
+    copies = (Path(folder, PACKAGE.name) for folder in sys.path)
+    others = (copy for copy in copies if copy.resolve() != PACKAGE)
     return next((other for other in others if any(other.glob("lib/*/_C*.so"))), None)
 
 
 def how_to_rebuild() -> str:
     """The command that builds the library anew."""
-    root, python = _PACKAGE.parent, shlex.quote(sys.executable)
+    root, python = PACKAGE.parent, shlex.quote(sys.executable)
     if (root / "setup.py").exists():
         return f"cd {shlex.quote(str(root))} && {python} setup.py build_ext --inplace"
     command = f"{python} -m pip install --no-deps --force-reinstall SOURCES"
@@ -150,7 +150,7 @@ def how_to_rebuild() -> str:
 def _message(what: str) -> str:
     what += f" (torch {torch.__version__})"
     if hidden := _installed_elsewhere():
-        what += f", and the folder {_PACKAGE.parent} hides {hidden}: work in another folder"
+        what += f", and the folder {PACKAGE.parent} hides {hidden}: work in another folder"
     return f"torch_fused_linear: {what}; to build it: {how_to_rebuild()}"
 
 

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from . import _torch_internals, subclasses
-from ._when_imported import when_imported
-from .activations import ACTIVATIONS, OPERATORS
+from .._support import torch_internals
+from .._support.when_imported import when_imported
+from ..activations import ACTIVATIONS, OPERATORS
+from . import subclasses
 
 # ReLU's bits come in groups of this many features, which a shard must not cut.
 _MASK_BITS = 128
@@ -139,7 +140,7 @@ def _register_rules() -> None:
     """Makes DTensor know the operators."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-    collectives, schemas, strategies = _torch_internals.dtensor()
+    collectives, schemas, strategies = torch_internals.dtensor()
 
     def placement(lies: int | str):
         return {_WHOLE: Replicate, _SUM: Partial}[lies]() if isinstance(lies, str) else Shard(lies)
@@ -163,7 +164,7 @@ def _register_rules() -> None:
         first_other = [*is_tensor, False].index(False)
         info = schemas.RuntimeSchemaInfo(static_argnum=first_other, needs_pytree=True)
         strategies.register_op_strategy(op, info)(strategy)
-    _torch_internals.handle_on_dtensors(torch.ops.fused.mlp.default, _mlp)
+    torch_internals.handle_on_dtensors(torch.ops.fused.mlp.default, _mlp)
     subclasses.know(DTensor, collectives.AsyncCollectiveTensor)
     subclasses.kernels.impl("_is_sharded", lambda t: isinstance(t, DTensor), "BackendSelect")
 

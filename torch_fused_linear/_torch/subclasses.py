@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from . import report
-from ._arguments import check
-from ._torch_internals import FakeTensor, FunctionalTensor, tree_leaves
-from .activations import ACTIVATIONS, OPERATORS, of_operator
+from .. import report
+from .._support.arguments import check
+from .._support.torch_internals import FakeTensor, FunctionalTensor, tree_leaves
+from ..activations import ACTIVATIONS, OPERATORS, of_operator
 
 # Tensors, and what stands for them while a graph is traced: the operators are for them.
 PLAIN = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor)

@@ -5,7 +5,7 @@ from itertools import pairwise, repeat
 from operator import sub
 from os import PathLike
 
-from .activations import ACTIVATIONS
+from ..activations import ACTIVATIONS
 
 WIDTH, HEIGHT, GAP = 1.35, 0.5, 0.4  # of a box, and between boxes
 ROW = 1.0

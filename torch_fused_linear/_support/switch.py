@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ._torch_internals import DecoratorContextManager
+from .torch_internals import DecoratorContextManager
 
 
 class Switch(DecoratorContextManager):

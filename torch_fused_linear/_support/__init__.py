@@ -1,0 +1,1 @@
+"""What the rest of the package is built on; nothing here is called by users."""

@@ -1,0 +1,1 @@
+"""What makes parts of torch know our operators: tensor subclasses, distributed tensors."""
