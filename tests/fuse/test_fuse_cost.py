@@ -106,21 +106,26 @@ def fused() -> Times:
     return found
 
 
+class Untouched(Expression):
+    def forward(self, x):
+        return F.relu(self.fc(x))
+
+
 def unmarked() -> Times:
-    """The same of a place's own calls, in an instance that has no mark when another one gets it."""
-    x, model, marked = torch.randn(1, 4), Expression(), Expression()
-    expression = functools.partial(model.forward, x)
-    (before,) = quickest(expression)
+    """The same of a place's own calls, in an instance that has no mark when another one gets it,
+    beside a class whose code stays as it is."""
+    x, model, untouched, marked = torch.randn(1, 4), Expression(), Untouched(), Expression()
     tfl.fuse_(marked)
-    (after,) = quickest(expression)
+    calls = (functools.partial(m.forward, x) for m in (model, untouched))
+    found = tuple(quickest(*calls))
     tfl.unfuse_(marked)
-    return {"unmarked": (after, before)}
+    return {"unmarked": found}
 
 
-@pytest.mark.parametrize("measure, share", [(fused, 1 / 3), (unmarked, 1 / 30)])
+@pytest.mark.parametrize("measure, share", [(fused, 1 / 3), (unmarked, 1 / 15)])
 def test_a_place_costs_little(measure, share):
     """A third of the smallest operator, whatever the machine, which is a microsecond where that
-    takes 3; and a thirtieth of two calls of torch's. What other programs disturb is tried again."""
+    takes 3; and a fifteenth of two calls of torch's. What other programs disturb is tried again."""
     best: Times = {}
     for _ in range(10):
         for name, times in measure().items():
