@@ -30,7 +30,7 @@ HEADERS = ("fused_linear.h", "fused_activation.h")  # that are installed
 # Folders of csrc; what needs CUDA lies below csrc/cuda, and csrc/python is a library of its own.
 ROOMS = (".", "core", "reference", "gemm", "plans", "dispatch", "cpu", "autograd", "float8")
 CUDA_ROOMS = ("cuda", "cuda/float8", "cuda/hopper", "cuda/kernels", "cuda/runtime", "cuda/tune")
-# Of these, what is the kernels' library, without torch.
+# The kernels' library, without torch, is made of these.
 KERNELS = (
     *("cuda/kernels/*.*", "cuda/tune/*.cu", "cuda/float8/*.cu", "cuda/hopper/*.cpp"),
     *("cuda/runtime/cublaslt.cpp", "cuda/float8/lt_product.cpp"),
@@ -196,7 +196,7 @@ def folder_of(torch: Torch):
 
 
 def build_folder(torch: Torch, toolkit, debug):
-    """Of what is compiled for one torch."""
+    """The folder of the files compiled for one torch."""
     kind = toolkit.version if toolkit else "cpu"
     return ROOT / "build" / f"torch-{torch.version}-{kind}{'-debug' * debug}"
 

@@ -148,7 +148,7 @@ def test_third_order_through_the_layers_below(upper, frozen, op, device):
 )
 @pytest.mark.parametrize("compiled", [(True, False), (False, True), (True, True)])
 def test_second_order_under_compiled_autograd(compiled, op, fresh_compiler):
-    """Of gradients asked for with create_graph, by some of the parameters or all."""
+    """Differentiates gradients made with create_graph by some of the parameters or all."""
     leaves = op.case().leaves()
 
     def around(is_compiled):

@@ -1,4 +1,4 @@
-"""What the nodes owe torch's engine: which gradients, when, to whom, and what an error is."""
+"""The nodes in torch's engine: which gradients they return, when, to whom, and their errors."""
 
 import operators as ops
 import pytest

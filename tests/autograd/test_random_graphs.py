@@ -35,7 +35,7 @@ def parameters():
 
 @pytest.fixture(scope="module")
 def nearby():
-    """The same parameters but for their last two bits."""
+    """Parameters that differ in their last two bits."""
     return Parameters(MOVED)
 
 

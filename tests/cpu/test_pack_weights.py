@@ -37,7 +37,7 @@ def frozen(layer):
 
 
 def packs(dtype):
-    """Whether this processor has anything to gain from it."""
+    """Returns whether packing is faster on this processor."""
     tokens, inputs, outputs = SIZES[dtype]
     layer = frozen(tfl.FusedLinear(inputs, outputs, dtype=dtype))
     return "packed" in path(layer, torch.randn(tokens, inputs, dtype=dtype))
@@ -267,7 +267,7 @@ OTHERS = [tfl.FusedLinear, tfl.FusedLinearGELU, tfl.FusedLinearSiLU, None]
     [(ITSELF, {}), (ITSELF, {"foreach": True}), *((kind, FUSED) for kind in (ITSELF, *OTHERS))],
 )
 def test_a_weight_that_is_trained_again_is_no_longer_packed(dtype, kind, options):
-    """Whoever trains it, also torch's own layer (None), and although a fused optimizer writes
+    """Any layer may train it, also torch's own (None), and although a fused optimizer writes
     without a trace."""
     layer, x = packed_layer(dtype)
     other = layer.to_linear()

@@ -43,7 +43,7 @@ def is_ours(plan):
 
 
 def forced(step, folder, order=0):
-    """What step gives when all it can be done by our own products is."""
+    """The results of step if our own products do all that they can."""
     return run_forced(step, folder, "hopper", is_ours, order)
 
 

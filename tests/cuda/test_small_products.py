@@ -43,7 +43,7 @@ def built(cuda):
 
 
 def forced(step, folder, chains="layers"):
-    """What step gives when all its products are done by our small kernels, layers in a chain one by
+    """The results of step if our small kernels do all its products, layers in a chain one by
     one, or in one launch."""
 
     def takes(plan):
@@ -109,7 +109,7 @@ def test_rows_of_any_length_at_any_address(gap, offset, dtype, tmp_path):
 
 @pytest.mark.parametrize("activation", two_layers.ACTIVATIONS)
 def test_operands_that_are_copied_first(activation, tmp_path):
-    """What waits for a launch that is shared must still be there when it comes."""
+    """Operands of a deferred product must live until the shared launch."""
     block = two_layers.Block(130, 40, 24, 16, torch.bfloat16, activation)
     block.place(lambda t: torch.stack([t, torch.zeros_like(t)], -1)[..., 0])
     got, paths = forced(block.step, tmp_path)
@@ -158,7 +158,7 @@ class Deep(two_layers.Block):
             tensor.requires_grad_()
 
     def results_of(self, run):
-        """Of each input, one behind the other, with no wait between them."""
+        """Runs each input, one after the other, with no wait between them."""
         results = []
         for x in self.inputs:
             with torch.no_grad():

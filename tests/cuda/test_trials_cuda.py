@@ -1,4 +1,4 @@
-"""What a trial must see before a way is taken, and what must not reach the call that it is for."""
+"""A trial finds wrong results before a plan is used, and its failures do not reach the call."""
 
 import cpp_programs
 import processes
@@ -136,7 +136,7 @@ extern "C" cudaError_t cudaMalloc(void** pointer, std::size_t bytes) {
   std::fprintf(stderr, "refused\\n");
   return cudaErrorMemoryAllocation;
 }
-// What a trial begins with fails.
+// A trial's first call fails.
 extern "C" cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t s) {
   using Real = cudaError_t (*)(void*, int, std::size_t, cudaStream_t);
   static auto* real = (Real)real_one(CUDART, "cudaMemsetAsync");

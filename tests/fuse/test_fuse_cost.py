@@ -1,4 +1,4 @@
-"""What a fused place costs beyond the operator that it calls, with its three tensors at hand.
+"""The time of a fused place beyond that of the operator that it calls.
 
 PYTHONPATH=. python tests/fuse/test_fuse_cost.py     prints the numbers that docs/models.md has
 """
@@ -48,7 +48,7 @@ class Gated(nn.Module):
 
 
 def seconds(function: Callable[[], object]) -> float:
-    """Of the thread, which other programs do not lengthen, but for what they do to the caches."""
+    """The thread's own time: other programs disturb it through the caches alone."""
     start = time.thread_time()
     for _ in range(CALLS):
         function()
@@ -112,8 +112,8 @@ class Untouched(Expression):
 
 
 def unmarked() -> Times:
-    """The same of a place's own calls, in an instance that has no mark when another one gets it,
-    beside a class whose code stays as it is."""
+    """The times of a place in an instance without marks, after another instance got its marks,
+    and of a class whose code stays as it is."""
     x, model, untouched, marked = torch.randn(1, 4), Expression(), Untouched(), Expression()
     tfl.fuse_(marked)
     calls = (functools.partial(m.forward, x) for m in (model, untouched))

@@ -1,4 +1,4 @@
-"""What is decided when a fused call runs: one table, to which C and Python are held alike."""
+"""The decisions of a fused call: one table for the code in C and that in Python."""
 
 import functools
 import operator
@@ -165,7 +165,7 @@ ACTIVATIONS = {
 
 
 def outcome(function):
-    """What it gives, or the error that it raises."""
+    """The result, or the error that it raises."""
     try:
         return function()
     except Exception as error:
@@ -319,7 +319,7 @@ def test_what_is_set_on_a_convolution_later_is_taken_as_torch_takes_it(name, val
     assert_alike(outcome(lambda: in_code.nested(F.relu, convolution, IMAGE)), want)
 
 
-# What squares the result of ReLU, with the exponent if it takes one, and what runs.
+# Functions that square ReLU's result, with the exponent if they take one, and the operator.
 SQUARES = {
     "method": (plain.METHODS["square"], (), "linear_relu2"),
     "torch.square": (torch.square, (), "linear_relu2"),

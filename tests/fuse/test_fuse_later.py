@@ -1,4 +1,4 @@
-"""What is done to a model before and after fuse_ has the meaning that it has in plain torch.
+"""Changes of a model before and after fuse_ mean what they mean in plain torch.
 
 What C refuses is asked of Python, so that both are held to what they accept.
 """

@@ -126,7 +126,7 @@ def test_every_method_is_fused():
 
 
 def test_autocast_around_the_call():
-    """Of one of two modules of a class: the other stays as it is."""
+    """One of two modules of a class changes, and the other stays as it is."""
     scripted, plain = torch.jit.script(Plain()), torch.jit.script(Plain())
     scripted.load_state_dict(plain.state_dict())
     tfl.fuse_script_(scripted)

@@ -167,7 +167,7 @@ def test_nothing_that_is_taken_for_a_reader_writes():
     assert named <= silent, "the samples do not write"
 
 
-# What is computed before a write and after it, and what becomes of the two.
+# A value computed before a write and after it, and the operators that the two become.
 AROUND = {
     "a chain": (
         lambda x, w, b, v, c: F.relu(F.linear(x, w, b)),

@@ -1,4 +1,4 @@
-"""What the pass over compiled graphs finds: layers, chains, gated layers and blocks, images."""
+"""The pass over compiled graphs finds layers, chains, gated layers and blocks, convolutions."""
 
 import operator
 from functools import partial
@@ -332,7 +332,7 @@ def test_tensor_subclasses_are_left_alone():
 
 
 def calls_of_chain(function):
-    """What is left in the graph of a function that becomes one chain."""
+    """Returns the calls left in the graph of a function that becomes one chain."""
     calls = []
 
     def record(module, _):
@@ -418,7 +418,7 @@ def test_every_geometry():
 
 
 def test_a_result_of_other_strides_is_left_alone(monkeypatch):
-    """What comes after may view it: our result must lie in memory as eager's does."""
+    """Later nodes may view it, so our result must have the strides of eager's."""
     real = matching_conv._conv2d_relu
     monkeypatch.setattr(matching_conv, "_conv2d_relu", lambda *a: real(*a).contiguous())
     check(conv_relu, images(2, last=True), conv=True)

@@ -1,4 +1,4 @@
-"""What is taken of torch beside its public interface still means what we think it means.
+"""The private parts of torch that we use still mean what we think they mean.
 
 The tests of what uses the rest hold it: of function modes tests/fuse, of DTensor and of plans of
 parallelism tests/distributed, of schemas tests/graph, of runs of the engine tests/autograd, of what

@@ -1,4 +1,4 @@
-"""What is kept for a backward: never more than eager keeps, and in bytes what is promised."""
+"""Memory kept for a backward: never more than eager keeps, and the promised bytes."""
 
 import copy
 import itertools

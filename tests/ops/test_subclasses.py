@@ -81,7 +81,7 @@ def test_compiled_with_a_class_that_knows_torchs_functions():
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_exported(strict):
-    """What stands for a plain tensor while a graph is traced is of a class of its own, too."""
+    """Fake tensors, which stand for plain ones while a graph is traced, are a subclass, too."""
     layer, x = tfl.FusedLinearReLU(4, 6), torch.randn(5, 4)
     assert "fused.linear_relu" in str(torch.export.export(layer, (x,), strict=strict).graph)
     layer.weight = nn.Parameter(Scaled(layer.weight.detach()), requires_grad=False)

@@ -544,7 +544,7 @@ def test_no_row_of_fp8_steps_begins_after_the_limit():
 
 
 def test_in_fp8_a_block_keeps_less():
-    """Of a step's tensors with a hidden layer of four widths; the weights' copies aside."""
+    """Counts a step's tensors with a hidden layer of four widths, without the weights' copies."""
     case = {"sizes": [64, 256, 64], "tokens": 2048, "activation": "gelu"}
     block = float8.Block(case, CPU)
     ours, bf16 = (block.saved(name).median * 2**20 for name in ("ours", "ours in bf16"))
@@ -729,7 +729,7 @@ LIBRARIES |= dict.fromkeys(("DLRM tiny", "TD3 tiny", "VGG-tiny"), "torch")
 
 
 def outcome_of_model(made: Models, name: str) -> list[torch.Tensor]:
-    """What is left of a call: the output, or all gradients."""
+    """The results of a call: the output, or all gradients."""
     contender = made.contender(name)
     with contender.conditions():
         if made.case.mode == "forward":
@@ -815,7 +815,7 @@ def test_each_model_is_of_its_size_and_activation(name, activation):
 
 @pytest.mark.parametrize(("joules", "watts"), [(30, pytest.approx(300, rel=0.05)), (0, None)])
 def test_power_is_taken_between_steps_of_the_counter(joules, watts, monkeypatch):
-    """Of energy, which goes up every 100 ms, or is not there."""
+    """A counter of energy goes up every 100 ms, or is not there."""
     spent = Counter(s=0.03)
     monkeypatch.setattr(machine.time, "perf_counter", lambda: spent["s"])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
@@ -832,7 +832,7 @@ def test_a_missing_package_is_told_in_words(monkeypatch, capsys):
 
 
 def test_memory_of_a_step():
-    """Of two blocks with 64 hidden features for each of five tokens of two images."""
+    """Two blocks keep 64 hidden features for each of five tokens of two images."""
     pytest.importorskip("timm")
     case, _ = cases_of("memory-models", CPU, quick=True, dtypes=["fp32"])
     assert case.mode == "saved", "the peak can be told of a GPU only"

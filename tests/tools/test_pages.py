@@ -35,7 +35,7 @@ LAYERS = [
 
 @pytest.fixture
 def tables(tmp_path):
-    """What a page makes of records, each list with its header."""
+    """The text that a page makes of records, each list with its header."""
 
     def made(*files, page="everything"):
         for k, (header, records) in enumerate(files):

@@ -1,6 +1,6 @@
 #pragma once
 
-// Whether a way to do a pass is as exact as eager's, tried on synthetic operands.
+// Tries on synthetic operands whether a way to do a pass is as exact as eager's.
 
 #include "core/explain.h"
 #include "cuda/runtime/execute.h"
