@@ -205,7 +205,7 @@ def test_a_graph_that_reads_a_sum_does_not_write_it(into):
     assert torch.equal(s.grad, torch.ones(8, 8))
 
 
-def test_what_a_graph_reads_is_told_by_addresses_on_the_cpu():
+def test_cpu_graphs_compare_addresses_of_their_inputs():
     """Also to a sum on a GPU, whose fake tensors know one device each."""
     with FakeTensorMode():
         grad, x, w = (torch.empty(*size, device="cuda") for size in ((3, 4), (3, 5), (4, 5)))

@@ -56,7 +56,7 @@ def backward_steps(call, case, wanted=None):
     return [(n.partition("::")[2], args) for n, args in pairs if n.startswith(kinds)]
 
 
-def test_what_runs_in_a_blocks_backward():
+def test_steps_of_a_blocks_backward():
     """One pass over memory; dx of two products is one sum; nothing for what is frozen."""
     op = ops.gated("apart", "silu", down=True, hidden=8)
     case = op.case((5,), 6, 4)

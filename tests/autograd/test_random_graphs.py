@@ -96,7 +96,7 @@ def test_reentrant_checkpoints():
         assert_same_as_conditioned(got, want, moved, f"graph of seed {seed}:")
 
 
-def test_what_was_freed(parameters):
+def test_a_backward_through_a_freed_graph(parameters):
     """A backward that frees its graph, then one through what is left of it, for some inputs: where
     torch gives gradients they are ours, but where ours is one node and torch's are several."""
     given = 0

@@ -106,7 +106,7 @@ def test_a_leak_is_what_only_failures_leave_behind(trial, grows, is_leak, monkey
     ],
     ids=["wrong", "unclear", "leak", "broken", "nothing"],
 )
-def test_what_a_fault_breaks_is_reported(trial, monkeypatch, on_failure, words):
+def test_damage_by_a_fault_is_reported(trial, monkeypatch, on_failure, words):
     def refused(y):
         raise RuntimeError("not enough memory")
 

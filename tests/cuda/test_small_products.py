@@ -121,7 +121,7 @@ def test_operands_that_are_copied_first(activation, tmp_path):
 @pytest.mark.parametrize("dtype", BOTH_KINDS, ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
 @pytest.mark.parametrize("activation", two_layers.ACTIVATIONS)
-def test_what_is_not_finite_and_exact_zeros(activation, value, dtype, tmp_path):
+def test_nan_infinity_and_exact_zeros(activation, value, dtype, tmp_path):
     block = two_layers.Block(100, 40, 24, 16, dtype, activation)
     with torch.no_grad():
         block.x[3, 5] = block.weights[1][2, 1] = value
@@ -224,7 +224,7 @@ def test_networks_in_one_launch(sizes, dtype, tmp_path):
     assert_bits(*in_bytes)
 
 
-def test_what_a_network_does_is_measured():
+def test_a_network_in_one_launch_is_measured():
     Deep(1, torch.float32).step()
     (line,) = [line for line in plans.show().splitlines() if line.startswith("chain")]
     assert "256x64x64x64x64: " in line and "eager" in line

@@ -79,7 +79,7 @@ def test_activations_are_exact_where_they_are_flat(op, dtype, way, tmp_path):
 @pytest.mark.parametrize("op", OPS, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_passes_as_in_eager(op, dtype, value):
+def test_nan_and_infinity_pass_as_in_eager(op, dtype, value):
     for tokens in (300, 1):
         for which in range(3):
             case = LINEAR.case(tokens, 64, 128, dtype, "cuda")
@@ -172,7 +172,7 @@ def test_plans_from_a_file_are_judged_before_they_are_used(unfaithful, budget, t
     assert_same(got, want)
 
 
-def test_what_runs_at_one_end_of_its_token_counts_is_not_taken(unfaithful, tmp_path):
+def test_a_plan_that_runs_at_one_end_of_its_bucket_is_not_taken(unfaithful, tmp_path):
     _, _, want = run_step(tmp_path / "a", TORCH_FUSED_LINEAR_POLICY="eager")
     variables = {**unfaithful("end"), "TORCH_FUSED_LINEAR_POLICY": "cublaslt"}
     out, _, got = run_step(tmp_path / "b", **variables)

@@ -312,7 +312,7 @@ def test_convolutions_with_something_between(name, between):
 
 @pytest.mark.parametrize("name, value", LATER, ids=str)
 @pytest.mark.parametrize("padding", ["same", 1])
-def test_what_is_set_on_a_convolution_later_is_taken_as_torch_takes_it(name, value, padding):
+def test_attributes_set_on_a_convolution_later_work_as_in_torch(name, value, padding):
     convolution = of(nn.Conv2d, 1, 2, 3, padding=padding)
     setattr(convolution, name, value)
     want = outcome(lambda: F.relu(convolution(IMAGE)))

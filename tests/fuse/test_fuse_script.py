@@ -61,7 +61,7 @@ def test_a_write_behind_a_product_stays_behind_it(form):
     torch.testing.assert_close(scripted(X.clone()), plain(X.clone()))
 
 
-def test_what_lies_in_a_block_of_autocast_is_left_alone():
+def test_calls_in_a_block_of_autocast_are_left_alone():
     plain = Cast()
     scripted = torch.jit.script(plain)
     (skipped,) = tfl.fuse_script_(scripted).skipped

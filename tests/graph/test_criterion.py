@@ -172,7 +172,7 @@ STAYS = [
 
 
 @pytest.mark.parametrize("model, dynamic, bandwidth, why", STAYS)
-def test_what_is_not_better_stays(gpu, model, dynamic, bandwidth, why):
+def test_layers_that_do_not_gain_stay(gpu, model, dynamic, bandwidth, why):
     gpu(bandwidth)
     put_in, graphs = check(model, dynamic=dynamic)
     assert put_in in ({"gated_mlp": 1}, {"mlp": 1}, {"linear_gelu": 1}), why

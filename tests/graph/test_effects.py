@@ -207,7 +207,7 @@ PAIRS += [(around, write) for around in AROUND for write in ("weight", "input")]
 
 
 @pytest.mark.parametrize("around, write", PAIRS)
-def test_what_is_written_in_between_is_read_before(around, write):
+def test_a_value_written_between_two_nodes_is_read_before(around, write):
     before, after, replaced = AROUND[around]
 
     def function(x, w, *others):

@@ -316,7 +316,7 @@ def rows():
 
 
 @pytest.mark.parametrize("function, make, how", [pytest.param(*r, id=n) for n, *r in rows()])
-def test_what_is_replaced(function, make, how):
+def test_patterns_that_are_replaced(function, make, how):
     check(function() if isinstance(function, partial) else function, make(), **how)
 
 
@@ -343,7 +343,7 @@ def calls_of_chain(function):
     return calls
 
 
-def test_what_is_between_is_a_bias_too():
+def test_a_sum_between_product_and_activation_is_a_bias():
     def block(x, gate, up, down):
         hidden = F.silu(F.linear(x, gate)) * F.linear(x, up)
         return F.linear(hidden, down, hidden)
@@ -383,7 +383,7 @@ def replaced(*dtypes, between=lambda graph: None, reader=None):
     return fusion.replaced
 
 
-def test_what_keeps_an_activation_apart():
+def test_patterns_that_keep_an_activation_apart():
     """An unknown call that is made for what it does; another dtype, as autocast may give."""
     assert replaced() == {"linear_relu": 1}
     assert replaced(between=lambda graph: graph.call_function(torch.get_num_threads)) == {}

@@ -80,7 +80,7 @@ def test_numbers_for_two_dimensions():
 @pytest.mark.skipif(
     not hasattr(torch.autograd.graph, "node_creation_hook"), reason="torch 2.14 and newer"
 )
-def test_who_watches_nodes_being_made_sees_ours():
+def test_node_creation_hooks_see_our_nodes():
     for op in [*OPS, *LOW, *GATED, *CHAINS, CONV]:
         leaves, seen = op.case().leaves(), []
         with torch.autograd.graph.node_creation_hook(

@@ -390,7 +390,7 @@ def test_explain_says_why(grad, name):
     assert ran == [("linear_relu", f"(no kernel: {REASONS[name]}) + PyTorch's own (not fused)")]
 
 
-def test_what_is_no_tensor_is_named():
+def test_an_argument_that_is_no_tensor_is_named():
     x, w = t(5, 4), t(6, 4)
     calls = {
         "linear_relu: expected weight": lambda: tfl.linear_relu(x, None),

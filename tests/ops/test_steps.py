@@ -37,7 +37,7 @@ def level(dtype):
 
 @ops.dtype_param
 @pytest.mark.parametrize("activation", ops.ACTS)
-def test_what_is_kept(activation, dtype, device):
+def test_saved_tensors_of_a_forward(activation, dtype, device):
     """ReLU saves bit o & 7 of byte o >> 3, set if z >= 0 (zeros occur without a bias), with padding
     of 0; the others save z."""
     sizes = [*itertools.product(LEADS, [6], [0, *WIDTHS]), ((0,), 6, 5), ((3,), 0, 5), ((0,), 0, 0)]

@@ -104,7 +104,7 @@ def test_layers_chains_and_convolutions():
     torch.testing.assert_close(torch.ops.fused.conv2d_relu(*given), want)
 
 
-def test_what_explain_says():
+def test_explain_of_subclasses():
     x, w, b = arguments()
     fields = ("operator", "path", "dtype", "shapes", "device")
     for op in OPS:

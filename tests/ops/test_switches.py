@@ -120,7 +120,7 @@ def test_as_a_decorator(case):
         assert value == second and now() == third
 
 
-def test_what_is_no_value_is_refused_and_changes_nothing(case):
+def test_an_invalid_value_raises_and_changes_nothing(case):
     switch, now, (_first, second, _), wrong, expected = case
     switch(second)
     for value in wrong:
@@ -129,7 +129,7 @@ def test_what_is_no_value_is_refused_and_changes_nothing(case):
     assert now() == second
 
 
-def test_what_is_called(device):
+def test_operators_called_under_each_policy(device):
     """In a layer's forward for training."""
 
     def called(policy, activation):

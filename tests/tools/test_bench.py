@@ -59,7 +59,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 # -------------------------------------------------------------------------------------- timing
 
 
-def test_whoever_sleeps_longer_is_slower():
+def test_a_longer_sleep_is_slower():
     sleepers = [Contender(f"{ms} ms", lambda ms=ms: time.sleep(ms / 1e3)) for ms in (4, 1, 2)]
     numbers, failed = measure(sleepers, wall_clock, seconds=0)
     assert not failed
@@ -197,7 +197,7 @@ def test_rivals_get_what_they_are_named_for(rivals_installed):
 
 
 @pytest.mark.parametrize("name", dict.fromkeys([*rivals.BLOCKS, *gated.OTHERS]))
-def test_what_is_not_installed_is_named(name, monkeypatch):
+def test_missing_libraries_are_named(name, monkeypatch):
     is_gated = name not in rivals.BLOCKS
     package = name.removesuffix("-tuned").removesuffix("-fused").replace("-", "_")
     monkeypatch.setitem(sys.modules, f"{package}{'_kernel' * is_gated}", None)
@@ -224,7 +224,7 @@ ASKED = [
 
 
 @pytest.mark.parametrize(("case", "device", "names"), ASKED, ids=str)
-def test_who_takes_part(case, device, names):
+def test_contenders_of_each_case(case, device, names):
     asked = [*SUITES[case.suite].ours, "eager", "addmm", "linear", "mm", "conv", "copy", "packed"]
     asked += [*rivals.BLOCKS, *gated.OTHERS, "low", "cublaslt"]
     if case.kind == "layers":
@@ -295,7 +295,7 @@ KEPT = [
 
 
 @pytest.mark.parametrize(("case", "want"), KEPT, ids=str)
-def test_what_a_step_keeps(case, want):
+def test_memory_a_step_keeps(case, want):
     record = measure_case(case, [*want], CPU, seconds=0)
     assert not record.failed
     assert {name: number.median * 2**20 for name, number in record.numbers.items()} == want
@@ -374,7 +374,7 @@ def test_an_interrupted_run_keeps_what_it_measured(tmp_path, monkeypatch, capsys
     assert "after 3 of 36 cases" in said and "stopped by Ctrl-C" in said
 
 
-def test_what_our_reference_fails_at_too_is_no_failure_of_ours():
+def test_a_failure_of_the_reference_too_is_not_ours():
     for ours, reference in (("fused", "eager"), ("compile+pass", "compile")):
         record = Record(STEP, "us", failed={ours: "no"})
         assert record.failed_alone(ours) and not record.failed_alone("mlp")

@@ -107,7 +107,7 @@ def test_the_model_stays_as_it_is(device, fused_before, monkeypatch):
     tfl.unfuse_(model)
 
 
-def test_what_is_measured_trains_as_the_model_does():
+def test_the_measured_copy_trains_as_the_model():
     """A frozen part of a model in training stays frozen, and inference is not training."""
     model = Model()
     model.drop.eval()
