@@ -27,12 +27,16 @@ from toolkits import Toolkit, gencode
 from torchs import Torch
 
 HEADERS = ("fused_linear.h", "fused_activation.h")  # that are installed
-# Folders of csrc; what needs CUDA lies below csrc/cuda, and csrc/python is a library of its own.
-ROOMS = (".", "core", "reference", "gemm", "plans", "dispatch", "cpu", "autograd", "float8")
-CUDA_ROOMS = ("cuda", "cuda/float8", "cuda/hopper", "cuda/kernels", "cuda/runtime", "cuda/tune")
+# Folders of csrc; what needs CUDA lies in a folder `cuda`, and csrc/python is a library of its own.
+ROOMS = (".", "core", "reference", "gemm", "plans", "dispatch", "cpu", "autograd", "float8", "conv")
+CUDA_ROOMS = (
+    *("cuda", "cuda/float8", "cuda/hopper", "cuda/kernels", "cuda/runtime", "cuda/tune"),
+    *("cuda/small", "cuda/small/kernels", "conv/cuda"),
+)
 # The kernels' library, without torch, is made of these.
 KERNELS = (
     *("cuda/kernels/*.*", "cuda/tune/*.cu", "cuda/float8/*.cu", "cuda/hopper/*.cpp"),
+    *("cuda/small/kernels/*.*", "conv/cuda/*.cu"),
     *("cuda/runtime/cublaslt.cpp", "cuda/float8/lt_product.cpp"),
 )
 HOPPER = CSRC / "cuda" / "hopper"

@@ -46,21 +46,6 @@ Tensor gated_mlp(const Tensor& input, const Tensor& gate, const OptionalTensor& 
                                   memory);
 }
 
-Tensor conv2d_relu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                   at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
-                   int64_t groups) {
-  return conv2d_relu_symint(input, weight, bias, c10::fromIntArrayRefSlow(stride),
-                            c10::fromIntArrayRefSlow(padding), c10::fromIntArrayRefSlow(dilation),
-                            groups);
-}
-
-Tensor conv2d_relu_symint(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                          c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
-                          c10::SymIntArrayRef dilation, c10::SymInt groups) {
-  return dispatch::Conv2dRelu::call(input, weight, bias, stride, padding, dilation,
-                                    std::move(groups));
-}
-
 namespace steps {
 
 Pair linear_aux(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -77,10 +62,6 @@ Pair linear_relu_bits(const Tensor& input, const Tensor& weight, const OptionalT
 Pair activation_backward(const Tensor& grad_output, const Tensor& saved, Activation activation,
                          bool bias_grad) {
   return dispatch::ActivationBackward::call(grad_output, saved, name(activation), bias_grad);
-}
-
-Pair channels_relu_backward(const Tensor& grad_output, const Tensor& output, bool bias_grad) {
-  return dispatch::ChannelsReluBackward::call(grad_output, output, bias_grad);
 }
 
 Triple linear_backward(const LinearBackward& layer) {

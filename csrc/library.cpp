@@ -52,19 +52,11 @@ void define_switches(torch::Library& m) {
 
 TORCH_LIBRARY(fused, m) {
   using namespace fused::dispatch;
-  // Inductor hands the arguments over in the strides they were traced with.
-  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
-
-  const auto define = [&](auto row) { m.def(decltype(row)::schema, tags); };
-  for_each_row<Public>(define);
-  for_each_row<Steps>(define);
-  define(Conv2dBackward());
-  define(MlpInOne());
-  define(EnsembleLinear());
-  define(AccumulatedWeightGradient());
-  fused::float8::define(m, tags);
-
-  for_each_row<Public>([&m](auto row) { m.def(IfForeign<decltype(row)>::schema); });
+  define<Public, Steps>(m);
+  m.def(MlpInOne::schema, tags());
+  m.def(EnsembleLinear::schema, tags());
+  m.def(AccumulatedWeightGradient::schema, tags());
+  fused::float8::define(m, tags());
 
   m.def(IsSharded::schema);
   m.def(MainGrad::schema);

@@ -3,7 +3,7 @@
 Such a class handles what torch's own functions call, and has never heard of our operators. So a
 call with one runs ``F.linear`` and the activation, which the class may override
 (``__torch_function__``). The functions of this package see to it themselves, the operators by the
-kernels at the end, which csrc/dispatch/subclasses.cpp asks.
+kernels at the end, which csrc/dispatch/subclasses.h asks.
 """
 
 from functools import partial

@@ -7,7 +7,6 @@
 #include "cpu/onednn.h"
 #include "cpu/packed_weights.h"
 #include "cpu/relu_mask.h"
-#include "dispatch/conv_kernels.h"
 #include "dispatch/linear_kernels.h"
 
 namespace fused::cpu {
@@ -188,9 +187,6 @@ struct Linear : reference::Linear {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(fused, CPU, m) {
-  dispatch::register_linear<Linear>(m);
-  dispatch::register_conv<reference::Conv>(m);  // ATen's
-}
+TORCH_LIBRARY_IMPL(fused, CPU, m) { dispatch::register_linear<Linear>(m); }
 
 }  // namespace fused::cpu

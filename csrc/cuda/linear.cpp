@@ -8,7 +8,8 @@
 #include "cuda/kernels/activation.h"
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/execute.h"
-#include "cuda/small.h"
+#include "cuda/small/small.h"
+#include "cuda/tune/decide.h"
 #include "dispatch/linear_kernels.h"
 
 #include <ATen/cuda/CUDAContext.h>
@@ -16,6 +17,8 @@
 
 namespace fused::cuda {
 namespace {
+
+using S = Shapes<Allocator>;
 
 bool run(PassCall call, const Tensor& like, kernels::SmallGradients* deferred = nullptr) {
   complete(call, gemm_type(like.scalar_type()), like.get_device());
@@ -41,9 +44,9 @@ struct Linear {
   static constexpr bool obeys_policy = true;
   static const char* batch_dependence(const Tensor& like) { return invariant::objection(like); }
   static bool is_usable(const Tensor& like) { return multiplies_as_torch(like); }
-  static constexpr auto mlp_in_one = &cuda::mlp_in_one;
-  static constexpr auto ensemble = &cuda::ensemble;
-  static constexpr auto ensemble_backward = &cuda::ensemble_backward;
+  static constexpr auto mlp_in_one = &small::mlp_in_one;
+  static constexpr auto ensemble = &small::ensemble;
+  static constexpr auto ensemble_backward = &small::ensemble_backward;
 
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         Activation activation) {
@@ -296,14 +299,6 @@ struct Linear {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(fused, CUDA, m) {
-  dispatch::register_linear<Linear>(m);
-  m.impl(dispatch::MlpInOne::name,
-         [](const Tensor& input, at::TensorList weights, const c10::List<OptionalTensor>& biases,
-            std::string_view text) {
-           const auto activation = parse_hidden_activation("mlp", text);
-           return mlp_in_one(input, weights, biases, activation, /*keeps=*/true);
-         });
-}
+TORCH_LIBRARY_IMPL(fused, CUDA, m) { dispatch::register_linear<Linear>(m); }
 
 }  // namespace fused::cuda

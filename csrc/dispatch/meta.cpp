@@ -1,7 +1,6 @@
 // Shapes, dtypes and strides without data, for the compiler and export.
 
 #include "core/shapes.h"
-#include "dispatch/conv_kernels.h"
 #include "dispatch/gated_kernels.h"
 #include "dispatch/linear_kernels.h"
 
@@ -67,26 +66,11 @@ struct MetaGlu {
   }
 };
 
-struct MetaConv {
-  static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor&,
-                        const conv::Geometry& geometry) {
-    const auto image = conv::batched(input);
-    return conv::like(input, conv::empty(conv::output_sizes(image, weight, geometry), image,
-                                         conv::format_of(image, weight)));
-  }
-
-  static Pair relu_backward(const Tensor& grad_output, const Tensor& output, bool bias_grad) {
-    return {conv::empty(output.sym_sizes(), grad_output, conv::format_of(output)),
-            S::vector(grad_output, output.sym_size(1), bias_grad)};
-  }
-};
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fused, Meta, m) {
   register_linear<MetaLinear>(m);
   register_gated<MetaGlu>(m);
-  register_conv<MetaConv>(m);
 }
 
 }  // namespace fused::dispatch

@@ -5,12 +5,12 @@
 
 #include "core/activation.h"
 #include "core/check.h"
-#include "core/conv.h"
 #include "core/gated.h"
 #include "fused_linear.h"
 
 #include <ATen/core/List.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/enum_tag.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -183,25 +183,9 @@ struct GatedMlp : Operator<
   }
 };
 
-struct Conv2dRelu
-    : Operator<
-          "conv2d_relu(Tensor input, Tensor weight, Tensor? bias=None, SymInt[2] stride=1, "
-          "SymInt[2] padding=0, SymInt[2] dilation=1, SymInt groups=1) -> Tensor",
-          decltype(fused::conv2d_relu_symint)> {
-  FUSED_KERNEL(conv2d_relu);
-
-  template <auto fn>
-  static Tensor flat(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                     c10::SymIntArrayRef stride, c10::SymIntArrayRef padding,
-                     c10::SymIntArrayRef dilation, c10::SymInt groups) {
-    return fn(input, weight, bias, {stride, padding, dilation, groups});
-  }
-};
-
 using LinearOperators = std::tuple<Linear, LinearRelu, LinearGelu, LinearSilu, LinearRelu2, Mlp>;
 using GatedOperators = std::tuple<LinearGlu, GatedMlp>;
-using Public =
-    decltype(std::tuple_cat(LinearOperators(), GatedOperators(), std::tuple<Conv2dRelu>()));
+using Public = decltype(std::tuple_cat(LinearOperators(), GatedOperators()));
 
 // Python's kernel gives the result by torch's own functions, if a tensor is of a class of its own.
 template <class Op, typename Signature = typename Op::Signature>
@@ -329,31 +313,13 @@ struct GluBackward
   }
 };
 
-// _activation_backward for ReLU's output of a convolution, summed for each channel
-struct ChannelsReluBackward
-    : Operator<
-          "_channels_relu_backward(Tensor grad_output, Tensor output, bool bias_grad) -> "
-          "(Tensor grad_preactivation, Tensor grad_bias)",
-          decltype(steps::channels_relu_backward)> {
-  FUSED_STEP(channels_relu_backward);
-};
-
 #undef FUSED_STEP
 #undef FUSED_KERNEL
 
 using LinearSteps = std::tuple<LinearAux, ReluMask, LinearReluBits, ActivationBackward,
                                LinearBackward, WeightGradient, LinearBackwardAcross>;
 using GatedSteps = std::tuple<LinearGluAux, Glu, GluBackward>;
-using Steps =
-    decltype(std::tuple_cat(LinearSteps(), GatedSteps(), std::tuple<ChannelsReluBackward>()));
-
-// The convolution's own backward on sharded tensors, for which torch's rule knows one layout.
-using Conv2dBackward = Operator<
-    "_conv2d_backward(Tensor grad_output, Tensor input, Tensor weight, SymInt[2] stride, "
-    "SymInt[2] padding, SymInt[2] dilation, SymInt groups, bool[3] output_mask) -> "
-    "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
-    Triple(const Tensor&, const Tensor&, const Tensor&, c10::SymIntArrayRef, c10::SymIntArrayRef,
-           c10::SymIntArrayRef, c10::SymInt, std::array<bool, 3>)>;
+using Steps = decltype(std::tuple_cat(LinearSteps(), GatedSteps()));
 
 // The results of each layer of a small network, and the pre-activations of the hidden ones where
 // act' is read from them, where one launch on a GPU makes all; else nothing.
@@ -395,11 +361,26 @@ auto by_python(const Args&... args) {
                                          : Result();
 }
 
-// ---- kernels -----------------------------------------------------------------------------------
+// ---- schemas and kernels
+// -------------------------------------------------------------------------
+
+// Inductor hands the arguments over in the strides they were traced with.
+inline const std::vector<at::Tag>& tags() {
+  static const std::vector both{at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
+  return both;
+}
 
 template <class List, typename Fn>
 void for_each_row(const Fn& fn) {
   std::apply([&fn](const auto&... rows) { (fn(rows), ...); }, List());
+}
+
+// Puts the schemas of what users call, in lists of rows, and of what nodes call into a library.
+template <class Public, class Steps>
+void define(torch::Library& m) {
+  for_each_row<Public>([&m](auto row) { m.def(decltype(row)::schema, tags()); });
+  for_each_row<Steps>([&m](auto row) { m.def(decltype(row)::schema, tags()); });
+  for_each_row<Public>([&m](auto row) { m.def(IfForeign<decltype(row)>::schema); });
 }
 
 template <class List, class Kernels>

@@ -1,6 +1,5 @@
 // torch's rules batch the formula under vmap; a weight for each example makes an ensemble's layers.
 
-#include "dispatch/conv_kernels.h"
 #include "dispatch/gated_kernels.h"
 #include "dispatch/linear_kernels.h"
 #include "gemm/small.h"
@@ -64,7 +63,6 @@ struct Vmapped : reference::LinearFormula {
 TORCH_LIBRARY_IMPL(fused, FuncTorchBatched, m) {
   register_linear<Vmapped>(m);
   register_gated<reference::GluFormula>(m);
-  register_conv<reference::ConvFormula>(m);
 }
 
 }  // namespace fused::dispatch

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "conv/operators.h"
 #include "float8/operators.h"
 #include "python/operator.h"
 #include "python/plain.h"
@@ -114,7 +115,7 @@ auto methods_of(const std::tuple<Ops...>*) {
   return std::array{method<Ops>()..., PyMethodDef{}};
 }
 
-using Operators = decltype(std::tuple_cat(dispatch::Public(), float8::Public()));
+using Operators = decltype(std::tuple_cat(dispatch::Public(), conv::Public(), float8::Public()));
 auto methods = methods_of(static_cast<Operators*>(nullptr));
 
 PyModuleDef module{PyModuleDef_HEAD_INIT, "_direct", nullptr, 0, methods.data(), {}, {}, {}, {}};

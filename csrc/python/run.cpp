@@ -3,6 +3,7 @@
 
 #include "python/run.h"
 
+#include "conv/operators.h"
 #include "core/check.h"
 #include "python/operator.h"
 #include "python/plain.h"
@@ -44,7 +45,7 @@ PyObject* run_layer(const Call& call, const Tensor& x) {
       return nullptr;
     }
     const auto& [stride, padding, dilation] = geometry->pairs;
-    return run_operator<dispatch::Conv2dRelu>(x, w, b, stride, padding, dilation, geometry->groups);
+    return run_operator<conv::Conv2dRelu>(x, w, b, stride, padding, dilation, geometry->groups);
   }
   if (kind.empty()) return run_operator<dispatch::Linear>(x, w, b);
   if (kind.starts_with("gelu")) {

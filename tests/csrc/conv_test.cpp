@@ -1,6 +1,6 @@
 // How far a convolution's results are off, against those in fp64, without a GPU.
 
-#include "cuda/conv_problem.h"
+#include "conv/cuda/problem.cpp"  // which a library without CUDA lacks
 #include "tensors.h"
 
 #include <ATen/ops/conv2d.h>
@@ -10,7 +10,8 @@
 namespace {
 
 using namespace fused;
-using namespace fused::cuda;
+using namespace fused::conv;
+using namespace fused::conv::cuda;
 using plans::TrialErrors;
 
 struct Case {

@@ -4,7 +4,7 @@
 
 #include "cuda_on_cpu/mma.h"
 
-#include "cuda/kernels/small_product.cuh"
+#include "cuda/small/kernels/small_product.cuh"
 #include "expect.h"
 
 #include <random>

@@ -43,12 +43,12 @@ csrc/dispatch/meta.cpp: tests/ops
 -return {S::grad_layer_input(layer.input, layer.wanted[0]),
 +return {S::grad_input(layer.input, layer.wanted[0]),
 
-csrc/reference/conv.h: tests/ops
+csrc/conv/formula.h: tests/ops
 # channels-last that only Meta gives
--convolution(image, weight, bias, geometry).contiguous(conv::format_of(image, weight));
+-convolution(image, weight, bias, geometry).contiguous(format_of(image, weight));
 +convolution(image, weight, bias, geometry).contiguous();
 
-csrc/dispatch/autocast.cpp: tests/ops
+csrc/dispatch/autocast.h: tests/ops
 # a step that autocast casts again
 -    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
 -    return step(args...);
@@ -57,7 +57,7 @@ csrc/dispatch/autocast.cpp: tests/ops
 -return has_value(tensor) ? OptionalTensor(cast(*tensor)) : std::nullopt;
 +return tensor;
 
-csrc/dispatch/subclasses.cpp: tests/ops
+csrc/dispatch/subclasses.h: tests/ops
 # a subclass that is not asked
 -if (const auto result = by_python<IfForeign<Op>>(args...)) return *result;
 
@@ -230,12 +230,12 @@ csrc/autograd/double_backward.h: tests/autograd
 -if (!linked || !at::GradMode::is_enabled()) return result;
 +return result;
 
-csrc/autograd/conv_node.cpp: tests/autograd tests/ops tests/nn tests/integration
+csrc/conv/node.cpp: tests/autograd tests/ops tests/nn tests/integration
 # double backward cut at a convolution
 -must_be_differentiable(grad, state.kept)
 +false
 
-csrc/autograd/conv_node.cpp: tests/graph/test_compile.py
+csrc/conv/node.cpp: tests/graph/test_compile.py
 # padding for dilation in compiled autograd
 -{all.slice(0, 2), all.slice(2, 2), all.slice(4, 2), all[6]}
 +{all.slice(0, 2), all.slice(4, 2), all.slice(2, 2), all[6]}

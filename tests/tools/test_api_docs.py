@@ -207,7 +207,7 @@ OBJECTIONS = r"^inline const char\* objection\(.*?^}"
 TRIALS = "no valid algorithm|its trial|less exact|unknown while"
 REASONS = {
     "no kernel": found(r'"(\(no kernel: [^"]+\))"', "core/*.h", "../torch_fused_linear/sub*.py"),
-    "cuDNN": found(r'"(\(not cuDNN\'s fused form: [^"]+\))"', "cuda/*conv*"),
+    "cuDNN": found(r'"(\(not cuDNN\'s fused form: [^"]+\))"', "conv/cuda/*"),
     "GEMM": literals(found(OBJECTIONS, *(f"gemm/{n}.h" for n in ("choice", "hopper", "problem")))),
     "trials": found(rf'"(\(no GELU epilogue[^"]+|(?:{TRIALS})[^"]+)"', "cuda/tune/decide.cpp"),
     "accumulation": [

@@ -1,4 +1,5 @@
-"""A function can be read at a glance: 45 lines at most, in CUDA 60, docstrings not counted."""
+"""A function can be read at a glance: 45 lines at most, in CUDA 60, docstrings not counted. A
+header is for more than one source, or declares what a source defines."""
 
 import ast
 import re
@@ -65,10 +66,8 @@ def sources(folder, *suffixes):
     return sorted(path for path in (ROOT / folder).rglob("*") if path.suffix in suffixes)
 
 
-FILES = [
-    *sources("csrc", ".h", ".cpp", ".cu", ".cuh"),
-    *sources("torch_fused_linear", ".py"),
-]
+FILES_IN_CPP = sources("csrc", ".h", ".cpp", ".cu", ".cuh")
+FILES = [*FILES_IN_CPP, *sources("torch_fused_linear", ".py")]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -99,3 +98,58 @@ def test_the_test_reads_functions():
         for head, _ in functions_in_cpp(path.read_text())
     ]
     assert len(heads) > 400
+
+
+# --- headers ----------------------------------------------------------------------------------
+
+MOST_IN_HEADER = 5  # lines of a function in a header that one source reads
+# kernels.cu is compiled once for each kind of product, and reads the kinds from files of their own.
+PARTS_OF_KERNELS = ("backward", "bits", "forward", "gating", "glu", "kernel")
+
+
+def readers(texts):
+    """By header: the sources that include it, also through other headers."""
+    included = {name: re.findall(r'^#include "([^"]+)"', texts[name], re.M) for name in texts}
+    found = {name: set() for name in texts if name.endswith((".h", ".cuh"))}
+    for source in texts.keys() - found.keys():
+        todo, seen = [source], set()
+        while todo:
+            fresh = [name for name in included[todo.pop()] if name in found and name not in seen]
+            seen.update(fresh)
+            todo += fresh
+        for header in seen:
+            found[header].add(source)
+    return found
+
+
+def sources_in_disguise(texts):
+    """Headers that one source alone reads, with functions that belong into a source."""
+    return [
+        name
+        for name, sources in sorted(readers(texts).items())
+        if len(sources) == 1
+        and any(
+            lines > MOST_IN_HEADER and not head.startswith("template")
+            for head, lines in functions_in_cpp(texts[name])
+        )
+    ]
+
+
+def texts_of_csrc():
+    tests = sources("tests/csrc", ".h", ".cpp")
+    paths = {path.relative_to(ROOT / "csrc").as_posix(): path for path in FILES_IN_CPP}
+    paths |= {path.relative_to(ROOT).as_posix(): path for path in tests}
+    return {name: path.read_text() for name, path in paths.items()}
+
+
+def test_no_header_is_a_part_of_one_source():
+    expected = [f"cuda/hopper/{part}.cuh" for part in PARTS_OF_KERNELS]
+    assert sources_in_disguise(texts_of_csrc()) == expected
+
+
+def test_a_source_in_disguise_is_found():
+    function = "inline int f() {\n" + "  x();\n" * 5 + "}\n"
+    texts = {"a.cpp": '#include "b.h"\n', "b.h": '#include "c.h"\n', "c.h": function}
+    assert sources_in_disguise(texts) == ["c.h"]
+    assert sources_in_disguise({**texts, "d.cpp": '#include "c.h"\n'}) == []
+    assert sources_in_disguise({**texts, "c.h": "template <typename T>\n" + function}) == []

@@ -4,8 +4,8 @@
 #include "cuda/hopper/hopper.h"
 #include "cuda/kernels/activation.h"
 #include "cuda/kernels/check.h"
-#include "cuda/kernels/small_product.h"
 #include "cuda/runtime/cublaslt.h"
+#include "cuda/small/kernels/small_product.h"
 
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/EmptyTensor.h>

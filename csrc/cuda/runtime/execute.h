@@ -2,9 +2,9 @@
 
 #include "cuda/kernels/activation.h"
 #include "cuda/kernels/gating.h"
-#include "cuda/kernels/small_product.h"
 #include "cuda/runtime/gemm_call.h"
 #include "cuda/runtime/prepared_plan.h"
+#include "cuda/small/kernels/small_product.h"
 
 #include <cuda_runtime_api.h>
 

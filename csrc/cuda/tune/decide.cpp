@@ -1,7 +1,13 @@
 #include "cuda/tune/decide.h"
-
+#include "core/explain.h"
+#include "cuda/runtime/execute.h"
+#include "cuda/tune/algorithms.h"
 #include "cuda/tune/measure.h"
+#include "gemm/choice.h"
+#include "plans/registry.h"
 
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <ATen/cuda/CUDAGraphsUtils.cuh>
 
 #include <string>

@@ -2,8 +2,8 @@
 
 // Plans a pass of a layer on a GPU, by what has been measured or else the rule, and runs it.
 
-#include "cuda/kernels/small_product.h"
 #include "cuda/runtime/gemm_call.h"
+#include "cuda/small/kernels/small_product.h"
 
 namespace fused::cuda::tune {
 

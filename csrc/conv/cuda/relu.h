@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-namespace fused::cuda::kernels {
+namespace fused::conv::cuda {
 
 // [batch, channels, plane], contiguous, or channels-last: [batch, plane, channels], whose backward
 // is that of a linear layer's rows.
@@ -37,4 +37,4 @@ int64_t scratch_bytes(const PlanesBackward& args);
 
 void relu_backward(const PlanesBackward& args, void* scratch, cudaStream_t stream);
 
-}  // namespace fused::cuda::kernels
+}  // namespace fused::conv::cuda

@@ -1,6 +1,6 @@
 #include "cuda/kernels/launch.cuh"
 #include "cuda/kernels/reduce.cuh"
-#include "cuda/kernels/small_product.cuh"
+#include "cuda/small/kernels/small_product.cuh"
 
 namespace fused::cuda::kernels {
 namespace {

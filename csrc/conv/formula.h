@@ -1,24 +1,23 @@
 #pragma once
 
-// `ConvFormula` is the definition in ATen, differentiable, and `Conv` the same as kernels.
+// `Formula` is the definition in ATen, differentiable, and `Reference` the same as kernels.
 
-#include "core/conv.h"
+#include "conv/arguments.h"
 #include "reference/linear.h"
 
 #include <c10/util/strides.h>
 
-namespace fused::reference {
+namespace fused::conv {
 
-using conv::Geometry;
+using reference::unwanted;
 
 inline Tensor convolution(const Tensor& image, const Tensor& weight, const OptionalTensor& bias,
                           const Geometry& g) {
   return at::convolution_symint(image, weight, bias, g.stride, g.padding, g.dilation,
-                                /*transposed=*/false, /*output_padding=*/conv::no_padding,
-                                g.groups);
+                                /*transposed=*/false, /*output_padding=*/no_padding, g.groups);
 }
 
-struct ConvFormula {
+struct Formula {
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         const Geometry& g) {
     return at::relu(
@@ -34,45 +33,44 @@ struct ConvFormula {
 };
 
 // Gives the promised layout, on the CPU, under the policy "eager", and where a kernel gives up.
-struct Conv {
+struct Reference {
   static constexpr bool obeys_policy = true;
 
   // oneDNN's convolution with ReLU as a post-op is not used: it turns NaN into 0.
   static Tensor forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                         const Geometry& geometry) {
     explain::append(explain::not_fused);
-    const auto image = conv::batched(input);
-    auto output =
-        convolution(image, weight, bias, geometry).contiguous(conv::format_of(image, weight));
+    const auto image = batched(input);
+    auto output = convolution(image, weight, bias, geometry).contiguous(format_of(image, weight));
     // One channel lies alike in both formats, but oneDNN's next convolution reads what nobody has
     // written in the strides of channels-last.
     if (output.size(1) == 1) {
       output = output.as_strided(output.sizes(), c10::contiguous_strides(output.sizes()));
     }
-    return conv::like(input, output.relu_());
+    return like(input, output.relu_());
   }
 
   static Pair relu_backward(const Tensor& grad_output, const Tensor& output, bool bias_grad) {
     explain::append(explain::not_fused);
-    const auto format = conv::format_of(output);
-    auto [gradient, grad_bias] = ConvFormula::relu_backward(grad_output.contiguous(format),
-                                                            output.contiguous(format), bias_grad);
+    const auto format = format_of(output);
+    auto [gradient, grad_bias] = Formula::relu_backward(grad_output.contiguous(format),
+                                                        output.contiguous(format), bias_grad);
     return {gradient.contiguous(format), grad_bias};
   }
 };
 
-inline Tensor conv_as_torch_does(const char* objection, const Tensor& input, const Tensor& weight,
-                                 const OptionalTensor& bias, const Geometry& geometry) {
-  const explain::Row row(conv::op_name, input, weight);
+inline Tensor as_torch_does(const char* objection, const Tensor& input, const Tensor& weight,
+                            const OptionalTensor& bias, const Geometry& geometry) {
+  const explain::Row row(op_name, input, weight);
   explain::append(objection);
   explain::append(explain::not_fused);
-  check_devices(conv::op_name, input, weight, bias);
-  refuse_batch_dependence(conv::op_name, input);
-  return in_context([&] { return ConvFormula::forward(input, weight, bias, geometry); },
+  check_devices(op_name, input, weight, bias);
+  refuse_batch_dependence(op_name, input);
+  return in_context([&] { return Formula::forward(input, weight, bias, geometry); },
                     [&] {
-                      return std::string(conv::op_name) + ": got input " + describe(input) +
-                             ", weight " + describe(weight) + ", bias " + describe(bias);
+                      return std::string(op_name) + ": got input " + describe(input) + ", weight " +
+                             describe(weight) + ", bias " + describe(bias);
                     });
 }
 
-}  // namespace fused::reference
+}  // namespace fused::conv

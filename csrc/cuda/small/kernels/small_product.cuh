@@ -5,7 +5,7 @@
 // their way at once, and add up in a fixed order.
 
 #include "cuda/kernels/activation_math.cuh"
-#include "cuda/kernels/small_product.h"
+#include "cuda/small/kernels/small_product.h"
 
 #include <cuda_pipeline.h>
 #include <mma.h>

@@ -1,11 +1,14 @@
 // Bias and ReLU after a convolution, and ReLU's backward with the bias gradient, in one pass each.
 
-#include "cuda/kernels/conv.h"
+#include "conv/cuda/relu.h"
 #include "cuda/kernels/reduce.cuh"
 
 #include <algorithm>
 
-namespace fused::cuda::kernels {
+namespace fused::conv::cuda {
+
+using namespace fused::cuda::kernels;
+
 namespace {
 
 // A column of the image as a matrix has one bias where it is channels-last, else a row.
@@ -169,4 +172,4 @@ void relu_backward(const PlanesBackward& args, void* scratch, cudaStream_t strea
   });
 }
 
-}  // namespace fused::cuda::kernels
+}  // namespace fused::conv::cuda

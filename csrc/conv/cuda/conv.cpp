@@ -5,15 +5,15 @@
 // ATen gives that call its unwritten result as z of relu(convolution + 0 · z + bias), where 0 · NaN
 // would be NaN, and cuDNN's ReLU may lose NaN. Neither is documented, so that both are tried.
 
-#include "cuda/kernels/conv.h"
+#include "conv/cuda/problem.h"
+#include "conv/cuda/relu.h"
+#include "conv/kernels.h"
 #include "core/explain.h"
-#include "cuda/conv_problem.h"
 #include "cuda/kernels/activation.h"
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/execute.h"
 #include "cuda/tune/accuracy.h"
 #include "cuda/tune/stopwatch.h"
-#include "dispatch/conv_kernels.h"
 #include "plans/registry.h"
 
 #include <ATen/cuda/CUDAContext.h>
@@ -26,30 +26,31 @@
 #include <mutex>
 #include <string>
 
-namespace fused::cuda {
+namespace fused::conv::cuda {
 namespace {
 
+namespace tune = fused::cuda::tune;
 using at::MemoryFormat;
-using conv::Geometry, conv::batched, conv::format_of, conv::like;
+using fused::cuda::device_of, fused::cuda::gemm_type, fused::cuda::is_capturing;
 using plans::TrialErrors, plans::Verdict;
 
 // ---- the ways ----------------------------------------------------------------------------------
 
-kernels::Image image_of(const Tensor& tensor) {
+Image image_of(const Tensor& tensor) {
   return {gemm_type(tensor.scalar_type()), tensor.size(0), tensor.size(1),
           tensor.size(2) * tensor.size(3)};
 }
 
-Tensor convolution(const Tensor& image, const Tensor& weight, const OptionalTensor& bias,
-                   const Geometry& g) {
+Tensor aten_convolution(const Tensor& image, const Tensor& weight, const OptionalTensor& bias,
+                        const Geometry& g) {
   explain::append("ATen convolution");
-  return reference::convolution(image, weight, bias, g).contiguous(format_of(image, weight));
+  return convolution(image, weight, bias, g).contiguous(format_of(image, weight));
 }
 
 // Some of ATen's convolutions add the bias on their way.
 Tensor aten_forward(const Tensor& image, const Tensor& weight, const OptionalTensor& bias,
                     const Geometry& geometry) {
-  const auto output = convolution(image, weight, bias, geometry);
+  const auto output = aten_convolution(image, weight, bias, geometry);
   explain::append("ATen ReLU in place");
   return output.relu_();
 }
@@ -57,12 +58,12 @@ Tensor aten_forward(const Tensor& image, const Tensor& weight, const OptionalTen
 Tensor own_forward(const Tensor& image, const Tensor& weight, const OptionalTensor& bias,
                    const Geometry& geometry) {
   if (!has_value(bias)) return aten_forward(image, weight, bias, geometry);
-  const auto output = convolution(image, weight, {}, geometry);
+  const auto output = aten_convolution(image, weight, {}, geometry);
   explain::append("own bias and ReLU kernel");
   const bool last = format_of(image, weight) == MemoryFormat::ChannelsLast;
   const auto added = bias->contiguous();
-  kernels::bias_relu(image_of(output), last, added.const_data_ptr(), output.data_ptr(),
-                     at::cuda::getCurrentCUDAStream());
+  bias_relu(image_of(output), last, added.const_data_ptr(), output.data_ptr(),
+            at::cuda::getCurrentCUDAStream());
   return output;
 }
 
@@ -352,7 +353,7 @@ Tensor forward_in_best_way(const Tensor& image, const Tensor& weight, const Opti
 
 // ---- what the dispatcher calls -----------------------------------------------------------------
 
-struct Conv {
+struct Gpu {
   static constexpr bool obeys_policy = true;
   static bool is_usable(const Tensor& like) { return device_of(like.get_device()).has_code; }
 
@@ -361,8 +362,8 @@ struct Conv {
     const c10::cuda::CUDAGuard guard(input.device());
     const auto image = batched(input);
     if (image.numel() == 0) {
-      return like(input, conv::empty(conv::output_sizes(image, weight, geometry), image,
-                                     format_of(image, weight)));
+      return like(input,
+                  empty(output_sizes(image, weight, geometry), image, format_of(image, weight)));
     }
     return like(input, forward_in_best_way(image, weight, bias, geometry));
   }
@@ -372,16 +373,16 @@ struct Conv {
     const auto format = format_of(output);
     const auto grad = grad_output.contiguous(format), saved = output.contiguous(format);
     const auto image = image_of(saved);
-    auto dz = empty(saved.sizes(), grad, {}, format);
-    auto grad_bias = empty({bias_grad ? image.channels : 0}, grad);
+    auto dz = fused::cuda::empty(saved.sizes(), grad, {}, format);
+    auto grad_bias = fused::cuda::empty({bias_grad ? image.channels : 0}, grad);
     if (dz.numel() == 0) return {dz, grad_bias.zero_()};
     auto* sums = bias_grad ? grad_bias.data_ptr() : nullptr;
     if (format == MemoryFormat::ChannelsLast) {
-      one_pass(rows(grad, image), rows(saved, image), /*mask=*/false, Activation::relu, image.type,
-               dz.data_ptr(), {sums});
+      fused::cuda::one_pass(rows(grad, image), rows(saved, image), /*mask=*/false, Activation::relu,
+                            image.type, dz.data_ptr(), {sums});
       return {dz, grad_bias};
     }
-    kernels::PlanesBackward args;
+    PlanesBackward args;
     args.image = image;
     const auto* device = at::cuda::getCurrentDeviceProperties();
     args.processors = device->multiProcessorCount;
@@ -389,14 +390,14 @@ struct Conv {
     args.grad = grad.const_data_ptr(), args.output = saved.const_data_ptr();
     args.dz = dz.data_ptr(), args.grad_bias = sums;
     explain::append("own one-pass kernel");
-    const Workspace scratch(kernels::scratch_bytes(args));
-    kernels::relu_backward(args, scratch.data(), at::cuda::getCurrentCUDAStream());
+    const fused::cuda::Workspace scratch(scratch_bytes(args));
+    cuda::relu_backward(args, scratch.data(), at::cuda::getCurrentCUDAStream());
     return {dz, grad_bias};
   }
 
  private:
   // Channels-last, each pixel is a linear layer's row.
-  static gemm::Matrix rows(const Tensor& tensor, const kernels::Image& image) {
+  static gemm::Matrix rows(const Tensor& tensor, const Image& image) {
     return {image.batch * image.plane, image.channels, image.channels, false,
             const_cast<void*>(tensor.const_data_ptr())};
   }
@@ -404,6 +405,6 @@ struct Conv {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(fused, CUDA, m) { dispatch::register_conv<Conv>(m); }
+TORCH_LIBRARY_IMPL(fused, CUDA, m) { register_kernels<Gpu>(m); }
 
-}  // namespace fused::cuda
+}  // namespace fused::conv::cuda

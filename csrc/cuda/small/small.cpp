@@ -1,5 +1,7 @@
-#pragma once
+// Small networks run these in place of the linear operators' passes: a whole forward in one launch,
+// and the layers of an ensemble's members in one.
 
+#include "cuda/small/small.h"
 #include "core/explain.h"
 #include "core/policy.h"
 #include "core/shapes.h"
@@ -14,8 +16,8 @@
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAGuard.h>
 
-namespace fused::cuda {
-namespace {  // of linear.cpp alone
+namespace fused::cuda::small {
+namespace {
 
 using S = Shapes<Allocator>;
 
@@ -83,6 +85,8 @@ Tensor preactivation_gradient(const steps::LinearBackward& layer) {
            dz.data_ptr(), {});
   return dz;
 }
+
+}  // namespace
 
 std::vector<Tensor> mlp_in_one(const Tensor& input, at::TensorList weights,
                                const c10::List<OptionalTensor>& biases, Activation activation,
@@ -180,5 +184,13 @@ Triple ensemble_backward(const steps::LinearBackward& layer) {
   return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
 }
 
-}  // namespace
-}  // namespace fused::cuda
+TORCH_LIBRARY_IMPL(fused, CUDA, m) {
+  m.impl(dispatch::MlpInOne::name,
+         [](const Tensor& input, at::TensorList weights, const c10::List<OptionalTensor>& biases,
+            std::string_view text) {
+           const auto activation = parse_hidden_activation("mlp", text);
+           return mlp_in_one(input, weights, biases, activation, /*keeps=*/true);
+         });
+}
+
+}  // namespace fused::cuda::small

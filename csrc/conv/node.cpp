@@ -3,16 +3,14 @@
 
 #include "autograd/arguments.h"
 #include "autograd/double_backward.h"
-#include "dispatch/conv_kernels.h"
-#include "dispatch/operators.h"
+#include "conv/kernels.h"
 #include "fused_linear.h"
 
-namespace fused::autograd {
+namespace fused::conv {
 namespace {
 
-using c10::SymInt, c10::SymIntArrayRef;
-using conv::Geometry, conv::batched;
-using Formula = reference::ConvFormula;
+using autograd::edge_of, autograd::saved_input, autograd::is_sharded;
+using autograd::Node, autograd::SavedVariable, autograd::variable_list, autograd::Work;
 
 struct State : Work {
   enum { input, weight, output, tensors };  // what is kept
@@ -25,7 +23,7 @@ Triple convolution_backward(const Tensor& dz, const Tensor& input, const Tensor&
                             const SymInt& groups, std::array<bool, 3> wanted) {
   const std::array<SymInt, 1> bias_sizes{dz.sym_size(1)};
   return at::convolution_backward_symint(dz, input, weight, SymIntArrayRef(bias_sizes), stride,
-                                         padding, dilation, /*transposed=*/false, conv::no_padding,
+                                         padding, dilation, /*transposed=*/false, no_padding,
                                          groups, wanted);
 }
 
@@ -54,24 +52,24 @@ Triple gradients(const State& state, const Tensor& grad, const ReluBackward& rel
   const auto& weight = state.kept[State::weight];
   const std::array<bool, 3> mask{wanted[0], wanted[1], wanted[2] && summed_by_library};
   auto [grad_input, grad_weight, library_bias] =
-      is_sharded(dz) ? dispatch::Conv2dBackward::call(dz, input, weight, g.stride, g.padding,
-                                                      g.dilation, g.groups, mask)
-                     : convolution_backward(dz, input, weight, g.stride, g.padding, g.dilation,
-                                            g.groups, mask);
+      is_sharded(dz)
+          ? Conv2dBackward::call(dz, input, weight, g.stride, g.padding, g.dilation, g.groups, mask)
+          : convolution_backward(dz, input, weight, g.stride, g.padding, g.dilation, g.groups,
+                                 mask);
   return {grad_input, grad_weight, summed_by_library ? library_bias : grad_bias};
 }
 
 Triple usual(const State& state, const Tensor& grad) {
-  const KernelsOnly guard;
+  const autograd::KernelsOnly guard;
   return gradients(state, grad, steps::channels_relu_backward);
 }
 
 variable_list run(const State& state, const Tensor& grad) {
-  auto [grad_input, grad_weight, grad_bias] = must_be_differentiable(grad, state.kept)
+  auto [grad_input, grad_weight, grad_bias] = autograd::must_be_differentiable(grad, state.kept)
                                                   ? gradients(state, grad, Formula::relu_backward)
                                                   : usual(state, grad);
-  if (state.wanted[0]) grad_input = conv::like(grad, grad_input);
-  return by_edge(state.wanted, grad_input, grad_weight, grad_bias);
+  if (state.wanted[0]) grad_input = like(grad, grad_input);
+  return autograd::by_edge(state.wanted, grad_input, grad_weight, grad_bias);
 }
 
 class Conv2dReLUNode final : public Node {
@@ -124,32 +122,32 @@ Tensor plain(const Tensor& input, const Tensor& weight, const OptionalTensor& bi
 
 Tensor conv2d_relu_with_gradient(const Tensor& input, const Tensor& weight,
                                  const OptionalTensor& bias, const Geometry& g) {
-  const auto node = make_node<Conv2dReLUNode>(input, weight, bias, g);
+  const auto node = autograd::make_node<Conv2dReLUNode>(input, weight, bias, g);
   Tensor output;
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
     output = plain(input, weight, bias, g);
   }
-  set_history(output, node);
+  autograd::set_history(output, node);
   node->keep(input, weight, output);
-  announce(node);
+  autograd::announce(node);
   return output;
 }
 
 // ---- the Autograd kernels ----------------------------------------------------------------------
 
-struct ConvAutograd {
+struct Autograd {
   static Tensor conv2d_relu(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                             const Geometry& geometry) {
-    const bool formula = wants_formula(input, weight, bias);
-    if (!formula && !wants_gradient(input, weight, bias)) {
+    const bool formula = autograd::wants_formula(input, weight, bias);
+    if (!formula && !autograd::wants_gradient(input, weight, bias)) {
       const at::AutoDispatchBelowADInplaceOrView guard;
       return plain(input, weight, bias, geometry);
     }
-    const char* why = conv::objection(input, weight, bias);
-    if (!why) conv::check(input, weight, bias, geometry);
+    const char* why = objection(input, weight, bias);
+    if (!why) check(input, weight, bias, geometry);
     if (formula || why) {
-      return reference::conv_as_torch_does(why, input, weight, bias, geometry);
+      return as_torch_does(why, input, weight, bias, geometry);
     }
     return conv2d_relu_with_gradient(input, weight, bias, geometry);
   }
@@ -162,9 +160,9 @@ TORCH_LIBRARY_IMPL(fused, CompositeExplicitAutograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(fused, Autograd, m) {
-  dispatch::put<std::tuple<dispatch::Conv2dRelu>, ConvAutograd>(m);
-  put_steps<std::tuple<dispatch::ChannelsReluBackward>, dispatch::ConvKernels<Formula>>(m);
+  dispatch::put<Public, Autograd>(m);
+  autograd::put_steps<Steps, Kernels<Formula>>(m);
   m.impl("_conv2d_backward", conv2d_backward);  // differentiable, as what it calls is
 }
 
-}  // namespace fused::autograd
+}  // namespace fused::conv
