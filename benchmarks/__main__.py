@@ -30,7 +30,7 @@ JSON_NAME = "bench.json"
 
 
 class Settings(argparse.Namespace):
-    """What the user asked for, checked."""
+    """The user's options, checked."""
 
     def cases(self, suite: str) -> list[Case]:
         found = cases_of(suite, self.device, self.quick, self.dtypes)

@@ -1,4 +1,4 @@
-"""What is measured: every suite is a list of cases."""
+"""The suites: each is a list of cases to measure."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Case:
 
     @property
     def is_gated(self) -> bool:
-        """Whether it is a block with two layers from the first size to the second."""
+        """Returns whether it is a block with two layers from the first size to the second."""
         return self.suite.startswith("gated")
 
     @property
@@ -133,7 +133,7 @@ class Suite:
     dtypes: tuple[str, ...] = ("bf16",)
     activations: tuple[str, ...] = ALL_ACTIVATIONS
     modes: tuple[str, ...] = ("forward", "step")
-    # What --quick takes instead, to see in seconds that everything runs.
+    # The sizes for --quick, which shows in seconds that everything runs.
     quick_sizes: tuple[tuple[int, ...], ...] = ((16, 24),)
     # Which contenders are of this package; what each is compared with is in results.REFERENCES.
     ours: tuple[str, ...] = ("ours", "mlp")
@@ -144,9 +144,9 @@ class Suite:
     # Beside the sizes; each with ReLU, and once in each memory format.
     convolutions: tuple[Convolution, ...] = ()
     quick_convolutions: tuple[Convolution, ...] = ()
-    # Whether a point of the grid belongs to the full suite, where GPU time counts.
+    # Returns whether a point of the grid belongs to the full suite, where GPU time counts.
     worth: Callable[[Case], bool] = lambda case: True
-    # Whether torch.compile, which takes from seconds to a minute, is run beside a case.
+    # Returns whether torch.compile, which takes from seconds to a minute, runs beside a case.
     compiles: Callable[[Case], bool] = lambda case: False
 
 
@@ -341,7 +341,7 @@ QUICK_IMAGES = 2
 
 
 def makes_sense(case: Case, device: torch.device) -> bool:
-    """Whether to measure this point of the grid."""
+    """Returns whether to measure this point of the grid."""
     if "folded" in case.model:  # there is nothing left to train
         return case.mode == "forward" and case.dtype != AUTOCAST
     # For how people train, beside a step of bf16 weights, one model stands for all.

@@ -1,4 +1,4 @@
-"""What runs for a case: ours, eager and the other baselines, all on the same data."""
+"""The contenders of a case: ours, eager and the other baselines, all on the same data."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def accumulated(case: Case, data: steps.MicroBatches, name: str) -> Call:
 
 @dataclass(frozen=True)
 class Work:
-    """What is done for one kind of case, on which data: by networks, of which the case's mode says
+    """The work of one kind of case, and its data: by networks, of which the case's mode says
     what is run, and by calls that are the whole of it."""
 
     data: Callable[[Case, torch.device], Any]
@@ -214,7 +214,7 @@ BASELINES = tuple(
 
 
 def applies(name: str, case: Case, device: torch.device) -> bool:
-    """Whether contender `name` can do what `case` asks for."""
+    """Returns whether contender `name` can run `case`."""
     if case.model:
         needs_gpu = name.startswith("reduce-overhead")  # CUDA graphs
         return name in OF_MODELS and (device.type == "cuda" or not needs_gpu)
@@ -250,7 +250,7 @@ def network_of(name: str, case: Case, data: Operands) -> Network:
 
 
 def data_sets(case: Case, device: torch.device) -> list[Any]:
-    """What all contenders of the case run on, in turns."""
+    """The data that all contenders of the case use, in turns."""
     make = WORK[case.kind].data
     first = make(case, device)
     # a graph holds its addresses; memory has no cache
@@ -320,7 +320,7 @@ def conditions_of(name: str, case: Case) -> Iterator[None]:
 
 
 def events_of(contender: Contender, device: torch.device) -> list[Any]:
-    """What one call runs on `device`: kernels of the GPU, or operators on the CPU."""
+    """The kernels that one call runs on a GPU, or its operators on the CPU."""
     kind = device.type.upper()
     activity = getattr(torch.profiler.ProfilerActivity, kind)
     with (

@@ -29,7 +29,7 @@ class Convolution:
 
     @property
     def is_stem(self) -> bool:
-        """Whether it reads the images themselves, which need no gradient."""
+        """Returns whether it reads the images themselves, which need no gradient."""
         return self.channels == 3
 
     @property

@@ -37,12 +37,12 @@ from torch_fused_linear.activations import ACTIVATIONS
 from torch_fused_linear.timing import Call, Number
 
 CONTENDERS = ("ours", "eager")
-# What a first step may take: so much of the budget, and so many milliseconds.
+# The limit for a first step: this part of the budget, and this many milliseconds more.
 SHARE, MORE = 1.5, 50.0
 # The least and the most of tokens, inputs and outputs; the two of these are multiples of 8.
 BOUNDS = ((64, 65536), (64, 4096), (64, 16384))
 TINY_BOUNDS = ((4, 32), (8, 16), (8, 32))
-# Of a pass: dtype, how many lengths, the least and the most, whether it trains.
+# A pass's dtype, how many lengths, the least and the most, and whether it trains.
 PASSES = {
     "training, bf16": ("bf16", 300, (256, 8192), True),
     "training, fp32": ("fp32", 60, (256, 8192), True),
@@ -98,7 +98,7 @@ def milliseconds(steps: Sequence[Call], device: torch.device) -> float:
 
 
 def single_steps(name: str, device: torch.device, tiny: bool) -> list[list[float]]:
-    """Of each problem the first step, the second, and how many plans were made."""
+    """For each problem the times of the first step and the second, and how many plans were made."""
     found = []
     for case in problems(2, TINY_BOUNDS) if tiny else problems(60):
         options = {"device": device, "dtype": DTYPES[case["dtype"]]}
@@ -113,7 +113,7 @@ def single_steps(name: str, device: torch.device, tiny: bool) -> list[list[float
 
 
 def passes(program: str, name: str, device: torch.device, tiny: bool) -> list[float]:
-    """Of the first pass and of the second."""
+    """The times of the first pass and of the second."""
     dtype, count, (low, high), trains = PASSES[program]
     width, count, high = (16, 4, low + 8) if tiny else (1024, count, high)
     options = {"device": device, "dtype": DTYPES[dtype]}

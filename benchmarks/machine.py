@@ -1,4 +1,4 @@
-"""What a time depends on, for the header of the results."""
+"""The machine's properties that times depend on, for the header of the results."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def clocks(device: torch.device) -> dict[str, str]:
 
 @functools.cache
 def sensors(device: torch.device) -> Callable[[], tuple[int, int]] | None:
-    """What reads the clock of the multiprocessors, in MHz, and the energy used so far, in mJ, in
+    """Returns a reader of the multiprocessors' clock, in MHz, and the energy used so far, in mJ, in
     microseconds; nothing where NVIDIA's library is not there."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")

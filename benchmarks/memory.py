@@ -15,11 +15,11 @@ from torch_fused_linear.timing import Call
 
 
 def saved_bytes(compute: Callable[[], Tensor], device: torch.device) -> int:
-    """What is left of the memory that `compute` has taken when its output is let go and its graph
+    """The memory that `compute` still holds when its output is freed and its graph
     is not. Asking hooks for what they are given would change what layers of low memory keep."""
 
     def graph_of(output: Tensor) -> object:
-        """Of a sum: the node of a Python function lets go of what it keeps with its output."""
+        """Returns a sum's node: a Python function's node frees its tensors with its output."""
         return output.sum().grad_fn
 
     graph_of(compute())  # workspaces are taken once and kept

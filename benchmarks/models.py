@@ -150,7 +150,7 @@ class Family:
     conv: bool = False  # whether the pass is asked for convolutions, too
 
     def inputs(self, case: Case, module: nn.Module) -> list[Any]:
-        """Of a batch, and what is wanted of it: the labels, or whether it is the loss."""
+        """Makes a batch and its target: the labels, or whether the output is the loss."""
         if not self.sample:
             vocabulary = module.model.config.vocab_size
             ids, labels = (torch.randint(vocabulary, case.sizes) for _ in range(2))
@@ -279,7 +279,7 @@ class Models:
     def observed(
         self, contenders: Sequence[Contender], seconds: float
     ) -> dict[str, dict[str, float]]:
-        """Of each contender what Record.observed has; nothing without a GPU."""
+        """Record.observed of each contender; nothing without a GPU."""
         found: dict[str, dict[str, float]] = {}
         for contender in contenders if self.device.type == "cuda" else ():
             seen = {}

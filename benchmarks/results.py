@@ -13,24 +13,24 @@ from benchmarks.cases import Case
 from benchmarks.pages.everything import LOSS, OURS
 from torch_fused_linear.timing import Number
 
-# What a fraction is taken of: the fastest of these, which do less than the layer does.
+# A fraction is taken of the fastest of these, which do less than the layer does.
 YARDSTICKS = ("mm", "linear", "conv", "copy")
-# What each is compared with; all others with eager. What differs of the same once more is noise.
+# The reference of each contender; the others' is eager. The same contender once more shows noise.
 REFERENCES = {name: beside for name, (_, beside) in OURS.items()} | {"compile again": "compile"}
 
 
 @dataclass
 class Record:
-    """What was measured for one case; in every unit, less is better."""
+    """The measurements of one case; in every unit, less is better."""
 
     case: Case
     unit: str  # "us" or "ms" per call, or "MiB"
     numbers: dict[str, Number] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     kernels: dict[str, list[str]] = field(default_factory=dict)
-    # Of whole models: blocks that fuse_ found, and operators that the pass put in.
+    # For whole models: blocks that fuse_ found, and operators that the pass put in.
     replaced: dict[str, int] = field(default_factory=dict)
-    # Of whole models on a GPU, by contender: "kernels", the microseconds that kernels run of one
+    # For whole models on a GPU, by contender: "kernels", the microseconds that kernels run of one
     # call; "peak", in MiB; "MHz", the median clock of its turns; "mean W", machine.power.
     observed: dict[str, dict[str, float]] = field(default_factory=dict)
 
@@ -40,7 +40,7 @@ class Record:
         return other.median / mine.median if mine and other and mine.median else None
 
     def failed_alone(self, name: str) -> bool:
-        """Whether it failed where its reference did not: that is a failure of ours."""
+        """Returns whether it failed and its reference did not: that is a failure of ours."""
         return name in self.failed and REFERENCES.get(name, "eager") not in self.failed
 
     def fraction(self, name: str) -> float | None:

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def host_clock(call: Call, times: int) -> float:
-    """What the CPU spends on the calls: nobody waits for the GPU inside."""
+    """The CPU's time for the calls, without waiting for the GPU."""
     torch.cuda.synchronize()
     seconds = wall_clock(call, times)
     torch.cuda.synchronize()
@@ -37,7 +37,7 @@ def host_clock(call: Call, times: int) -> float:
 
 
 def attempted(names: Sequence[str], make: Callable[[str], T], record: Record) -> dict[str, T]:
-    """What is made of each name; the record tells of those that failed."""
+    """Makes a contender of each name; the record lists those that failed."""
     made = {}
     for name in names:
         try:

@@ -73,7 +73,7 @@ ONE_PASS = {"ours": ours_in_one_pass, "eager": eager_in_passes, "copy": copy}
 
 
 class Edge:
-    """Of the later layer dz and weight, of the earlier its output and the mask of that.
+    """The later layer's dz and weight, and the earlier one's output and its mask.
 
     One product, ReLU's derivative and the sum of the bias gradient: what cuBLASLt's DRELU_BGRAD is
     made for, and nvmath-python's example of a backward.

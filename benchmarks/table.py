@@ -74,7 +74,7 @@ class Table:
 
 
 def details(record: Record) -> list[str]:
-    """What does not fit into the line: reasons of failure, kernels."""
+    """Lines for what the table has no room for: reasons of failure, kernels."""
     lines = [f"  {name} failed: {reason}" for name, reason in record.failed.items()]
     for name, kernels in record.kernels.items():
         lines += [f"  {name}: {kernel}" for kernel in kernels]

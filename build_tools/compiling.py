@@ -54,7 +54,7 @@ def included(path):
 
 @cache
 def version_of(compiler):
-    """What a compiler says of itself. SystemExit where there is none, or none that is fit."""
+    """A compiler's name and version. Raises SystemExit if there is none, or none that is fit."""
     command = shlex.split(compiler)
     try:
         said = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout

@@ -33,7 +33,7 @@ CUDA_ROOMS = (
     *("cuda", "cuda/float8", "cuda/hopper", "cuda/kernels", "cuda/runtime", "cuda/tune"),
     *("cuda/small", "cuda/small/kernels", "conv/cuda"),
 )
-# Of these, what is the kernels' library, without torch.
+# The kernels' library, without torch, is made of these.
 KERNELS = (
     *("cuda/kernels/*.*", "cuda/tune/*.cu", "cuda/float8/*.cu", "cuda/hopper/*.cpp"),
     *("cuda/small/kernels/*.*", "conv/cuda/*.cu"),
@@ -200,7 +200,7 @@ def folder_of(torch: Torch):
 
 
 def build_folder(torch: Torch, toolkit, debug):
-    """Of what is compiled for one torch."""
+    """The folder of the files compiled for one torch."""
     kind = toolkit.version if toolkit else "cpu"
     return ROOT / "build" / f"torch-{torch.version}-{kind}{'-debug' * debug}"
 

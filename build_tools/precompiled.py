@@ -6,7 +6,7 @@ flags, so that at worst nothing is gained.
 
 from compiling import Unit, version_of
 
-# What most of csrc includes.
+# Headers that most of csrc includes.
 HEADERS = [
     "ATen/ATen.h",
     "torch/csrc/autograd/function.h",
@@ -21,7 +21,7 @@ SECONDS = 20
 
 
 def unit(command, folder, with_cuda, jobs):
-    """What makes the header, to be included by files of the same flags; None where it does not pay,
+    """Returns the unit that makes the header for files of these flags; None where it does not pay,
     or the compiler is none that can.
 
     Args:

@@ -19,7 +19,7 @@ CUTLASS = "nvidia-cutlass==4.2.0.0"
 
 @dataclass(frozen=True)
 class Toolkit:
-    """What compiles for GPUs.
+    """The compiler and libraries for GPUs.
 
     Attributes:
         home: nvcc's folder is below it.
@@ -154,7 +154,7 @@ def choose(torch: Torch, *, everything=False):
 
 
 def lacks_nvcc(torch: Torch, everything):
-    """Whether choose() would end in want of nvcc."""
+    """Returns whether choose() would end because nvcc is missing."""
     return wants_cuda(torch, everything) and find_nvcc(torch.cuda, homes(torch))[0] is None
 
 

@@ -46,7 +46,7 @@ ROUNDS, CALLS = 5, 6
 
 @dataclass(frozen=True)
 class Shapes:
-    """Of a kernel; features come first."""
+    """A kernel's shapes; features come first."""
 
     tile: tuple[int, int]
     cluster: tuple[int, int] = (2, 1)
@@ -164,7 +164,7 @@ class Problem:
         self.partials = torch.empty((tokens + 63) // 64 * (hidden + 256), device="cuda")
 
     def largest_error(self, activation: str) -> float:
-        """Of the results that are there, relative to their size."""
+        """The errors of the results that are there, relative to their size."""
         z = F.linear(self.x.double(), self.first.double(), self.bias.double())
         at = self.saved.double().requires_grad_()
         (slope,) = torch.autograd.grad(ACTIVATIONS[activation](at).sum(), at)
@@ -188,7 +188,7 @@ def microseconds(call) -> float:
 
 
 def medians(calls: dict) -> dict:
-    """Of rounds in which each has its turn, in random order."""
+    """Times rounds in which each has its turn, in random order."""
     times = {key: [] for key in calls}
     for _ in range(ROUNDS):
         for key in random.sample(list(calls), len(calls)):

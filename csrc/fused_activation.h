@@ -1,14 +1,14 @@
 #pragma once
 
-// By itself as the kernels include no tensors.
+// A header of its own, because the kernels include no tensors.
 
 #include <cstdint>
 
 namespace fused {
 
-// What follows the matrix product. gelu_tanh is the approximation that cuBLASLt computes, gelu_erf
-// the exact form; one is never put in the place of the other. relu2 is the square of ReLU.
-// A byte, as a layer's node would else pass glibc's limit for quick memory, 1032 bytes.
+// The function applied after the matrix product. gelu_tanh is the approximation that cuBLASLt
+// computes, gelu_erf the exact form; neither stands in for the other. relu2 is the square of ReLU.
+// One byte keeps a layer's node below 1032 bytes, up to which glibc allocates fast.
 enum class Activation : uint8_t { none, relu, gelu_tanh, gelu_erf, silu, relu2 };
 
 }  // namespace fused

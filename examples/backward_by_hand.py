@@ -98,7 +98,7 @@ def errors(gradients: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> dict[str
 
 
 def gradient_at_zero(device: str) -> dict[str, list[float]]:
-    """What relu' is at a pre-activation of -1, exactly 0, and 1, for either `saved`."""
+    """relu' at a pre-activation of -1, exactly 0, and 1, for either `saved`."""
     z = torch.tensor([[-1.0, 0.0, 1.0]], device=device)
     output, mask = fused._linear_aux(z, torch.eye(3, device=device), None, "relu")
     passed = {
@@ -109,7 +109,7 @@ def gradient_at_zero(device: str) -> dict[str, list[float]]:
 
 
 def draw(path: Path, mask: Tensor, features: int, found: dict[str, dict[str, float]]) -> None:
-    """What was saved, as a picture, and how exact the gradients are."""
+    """A picture of the saved tensors and of the gradients' errors."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.8), dpi=130, layout="constrained")

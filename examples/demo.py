@@ -34,7 +34,7 @@ from torch_fused_linear import fuse_, gain
 from torch_fused_linear._support.picture import draw_bars
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
-# What the benchmark calls the ways, in the order of the picture.
+# The benchmark's names for the contenders, in the order of the picture.
 NAMES = {"eager": "eager", "compile": "torch.compile", "fused": "fuse_"}
 NAMES |= {"compile+pass": "compile_options()", "fused-low": 'fuse_(memory="low")'}
 PANELS = {

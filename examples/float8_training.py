@@ -68,7 +68,7 @@ class Block(nn.Module):
 
 
 class Float8Block(Block):
-    """The same parameters, in FP8."""
+    """A model with the same parameters, in FP8."""
 
     def layer(self, layer: nn.Linear, x: Tensor) -> Tensor:
         return float8_linear(x, layer.weight, layer.bias)

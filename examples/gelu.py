@@ -61,7 +61,7 @@ def compare_curves() -> dict[str, Tensor]:
 
 
 def largest_differences(curves: dict[str, Tensor]) -> dict:
-    """Of the functions and of their derivatives: how much, and at which |z|."""
+    """The largest difference of the functions and of their derivatives, and its |z|."""
     differences = {}
     for name, derivative in (("value", ""), ("derivative", "'")):
         apart = (curves[f"tanh{derivative}"] - curves[f"erf{derivative}"]).abs()

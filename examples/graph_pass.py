@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The same idea, but with a function for the activation."""
+    """The model with a function for the activation."""
 
     def __init__(self, width: int, classes: int) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def capture(model: nn.Module, x: Tensor, with_pass: bool) -> tuple[Counter, Coun
 
 
 def compiled(model: nn.Module, x: Tensor) -> dict:
-    """What one compiles with in earnest: Inductor with the pass."""
+    """Compiles with Inductor and the pass, as in a real program."""
     options = compile_options()
     torch.compiler.reset()
     begin = time.perf_counter()

@@ -63,7 +63,7 @@ class Results(TorchDispatchMode):
 
 
 def make_layers(size_in: int, size_out: int, device: str) -> dict[str, nn.Module]:
-    """The same layer unfused and fused; from_linear shares the parameters."""
+    """A layer unfused and fused; from_linear shares the parameters."""
     linear = nn.Linear(size_in, size_out, device=device)
     unfused = nn.Sequential(linear, nn.ReLU()).eval()
     return {"unfused": unfused, "fused": FusedLinearReLU.from_linear(linear).eval()}

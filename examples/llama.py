@@ -78,7 +78,7 @@ def rotate(x: Tensor, turns: Tensor) -> Tensor:
 
 
 class Llama(nn.Module):
-    """Of bytes: 256 words, of which each position predicts the next."""
+    """A model of bytes: 256 words, of which each position predicts the next."""
 
     def __init__(self, width: int, hidden: int, layers: int) -> None:
         super().__init__()

@@ -79,7 +79,7 @@ def unfused_step(x: Tensor, labels: Tensor, parameters: list[Tensor]) -> Tensor:
 
 
 def autograd_step(x: Tensor, labels: Tensor, network: nn.Module) -> Tensor:
-    """The same step with layers, fused ones or plain: what is written is ordinary PyTorch."""
+    """A step with layers, fused ones or plain, in ordinary PyTorch."""
     loss = sigmoid_loss(network(x), labels)
     gradients = torch.autograd.grad(loss, list(network.parameters()))
     with torch.no_grad():

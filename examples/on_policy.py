@@ -83,7 +83,7 @@ def generate(w, device):
 
 
 def trained_on(w, tokens, batch):
-    """The same tokens' log-probabilities with gradients, `batch` sequences at a time."""
+    """The tokens' log-probabilities with gradients, `batch` sequences at a time."""
     parts = []
     for part in tokens.split(batch):
         log_p = log_probabilities(w, part[:, :-1])

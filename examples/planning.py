@@ -60,7 +60,7 @@ def milliseconds(model: nn.Module, x: Tensor) -> float:
 
 
 def course(what: str, model: nn.Module, x: Tensor) -> list[float]:
-    """What the first call takes, and those after it."""
+    """The times of the first call, and of those after it."""
     times = [milliseconds(model, x) for _ in range(CALLS)]
     print(f"{what:40} first {times[0]:9.2f} ms, later {median(times[1:]):7.3f} ms")
     return times
@@ -77,7 +77,7 @@ def show_budget() -> dict[str, float]:
 
 
 def on_a_cpu(model: nn.Module, x: Tensor, file: Path) -> dict:
-    """What there is to see without a GPU."""
+    """Without a GPU nothing is planned."""
     milliseconds(model, x)
     shown = plans.show()
     print(f"plans.show(): {shown!r}, for there is nothing to decide")
@@ -121,7 +121,7 @@ def on_a_gpu(model: nn.Module, x: Tensor, file: Path) -> dict:
     return {"courses": courses, "shown": shown, "loaded": loaded}
 
 
-# What the picture calls them. A call with fewer tokens is other work, so it is not drawn.
+# The names in the picture. A call with fewer tokens is other work, so it is not drawn.
 DRAWN = {
     "measured": ("new to the process: the first call measures", "#d55e00"),
     "by rule": ("nothing may be measured: plans by rule", "#e69f00"),

@@ -137,7 +137,7 @@ class Agent:
 
 
 def recorded(step: Callable[[], None]) -> Callable[[], None]:
-    """The same as a CUDA graph."""
+    """Captures the step as a CUDA graph."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(3):

@@ -13,7 +13,7 @@ from ._support.torch_internals import forget_compiled
 
 _library = torch.library.Library("fused", "FRAGMENT")
 was_asked_for = False  # graphs that are compiled from then on look for sums
-# Whether they give fp32 gradients of 16-bit weights of a shape, as the last one asked for has.
+# By shape: whether graphs give fp32 gradients for 16-bit weights, as the last such weight has.
 widened: dict[torch.Size, bool] = {}
 
 

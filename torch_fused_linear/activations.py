@@ -58,7 +58,7 @@ ACTIVATIONS = {
         Activation("relu2", "linear_relu2", "ReLU²", squared_relu, SquaredReLU),
     )
 }
-# Of a linear layer with one of them.
+# The operators of a linear layer with one of these activations.
 OPERATORS = tuple(dict.fromkeys(a.operator for a in ACTIVATIONS.values()))
 
 

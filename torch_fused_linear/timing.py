@@ -99,7 +99,7 @@ def calls_per_batch(contender: Contender, clock: Clock) -> int:
         return min(MAX_CALLS, max(least, round(BATCH_SECONDS / max(seconds, 1e-9))))
 
     with contender.conditions():
-        # What is done once: choosing plans, compiling; recording takes another call.
+        # The first call chooses plans and compiles, and the second may record a graph.
         clock(contender.call, 2)
         calls = batch(clock(contender.call, 1))
         # One short call says little about how long many take.

@@ -58,7 +58,7 @@ MODELS_ABOUT = (
 
 
 def is_selected(result: Result) -> bool:
-    """What the table shows of the grid: bf16, many tokens, and small layers with few; of small
+    """The grid's points in the table: bf16, many tokens, and small layers with few; of small
     networks also fp32, in which reinforcement learning trains them."""
     case = result["case"]
     suite, tokens = case["suite"], case["tokens"]
@@ -165,8 +165,8 @@ def measured(results: Iterable[Result]) -> str:
 
 
 def everything(results: Sequence[Result]) -> list[str]:
-    """Of one machine: what all suites say of layers, models and convolutions."""
-    # What the others say is told by pages of their own.
+    """One machine's results of all suites for layers, models and convolutions."""
+    # The other suites have pages of their own.
     elsewhere = ("models", "conv", "cpu", "distributed", "cold-start", "accumulation")
     elsewhere += ("gated-cpu", "gated-coda", "float8", "float8-training", "invariance")
     of_layers = [r for r in results if r["case"]["suite"] not in elsewhere]

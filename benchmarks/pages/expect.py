@@ -21,7 +21,7 @@ MODELS = {
 }
 LAYERS = (((64, 64), 512), ((1024, 4096), 8192), ((4096, 16384), 8192))  # sizes, tokens
 MODES = ("forward", "step")
-# Of several contenders the fastest.
+# The fastest of several contenders counts.
 WAYS = {
     "eager": ("eager",),
     "compile": ("compile", "reduce-overhead"),
@@ -32,7 +32,7 @@ LEVEL = 0.02  # what is nearer to the fastest is called level with it
 
 
 def ratio(found: Sequence[Result], names: Sequence[str], beside: Sequence[str]) -> str:
-    """Of the fastest of each, in the latest run in which both took part."""
+    """The ratio of the fastest of each, in the latest run in which both took part."""
     run = latest_with(found[0] if found else None, names, beside)
     return f"{least(run, beside) / least(run, names):.2f}" if run else ""
 

@@ -57,7 +57,7 @@ def overview(records: Sequence[Record]) -> list[str]:
 
 
 def fuzz(records: Sequence[Record]) -> list[str]:
-    """Of each machine: per policy and dtype, who was how often the worse one."""
+    """For each machine, policy and dtype: how often ours and how often eager was worse."""
 
     def ratio(counts: dict, dtype: str, name: str) -> str:
         sums = counts["results"].get(name)
@@ -109,7 +109,7 @@ def soak(records: Sequence[Record]) -> list[str]:
 
 
 def wrong(records: Sequence[Record]) -> list[str]:
-    """What the records hold of failures, one line each."""
+    """The failures in the records, a line each."""
     lines = []
     for r in records:
         label = f"{r['part']}, {r['machine']}"
@@ -120,7 +120,7 @@ def wrong(records: Sequence[Record]) -> list[str]:
 
 
 def elsewhere(records: Sequence[Record]) -> list[str]:
-    """What the suite's own files say: models, random graphs, the GPU."""
+    """The counts of the suite's own files: models, random graphs, the GPU."""
     zoo = json.loads((ROOT / "tests/fuse/model_zoo.json").read_text())
     lines = [
         f"- {library} {zoo['versions'][library]}: {counts['models']} models; of "

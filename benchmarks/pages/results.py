@@ -60,7 +60,7 @@ def median(result: Result, name: str) -> float | None:
 
 
 def least(result: Result, names: Iterable[str]) -> float | None:
-    """Of those of these that took part, the fastest one's time."""
+    """The time of the fastest of these that took part."""
     return min(filter(None, (median(result, name) for name in names)), default=None)
 
 
@@ -77,7 +77,7 @@ def duration(microseconds: float) -> str:
 
 
 def medians(*names: str, form: Callable[[float], str] = duration) -> Cell:
-    """Of each of these that took part, with strokes between them."""
+    """The times of each of these that took part, with strokes between them."""
     return lambda result: " / ".join(
         form(value) for value in (median(result, name) for name in names) if value is not None
     )
@@ -108,7 +108,7 @@ def shape(case: Mapping[str, Any]) -> str:
 
 
 def convolution(channels, out, kernel, size, stride, groups, last) -> str:
-    """What the bench and the tables call it."""
+    """The name in the benchmark's output and the tables."""
     words = [f"{channels}→{out}", f"{kernel}x{kernel}"]
     if stride > 1:
         words.append(f"stride {stride}")

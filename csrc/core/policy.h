@@ -1,6 +1,6 @@
 #pragma once
 
-// How the work is to be done: the user's wish, process-wide.
+// The user's process-wide choice of how work is done.
 
 #include <ATen/core/Tensor.h>
 
@@ -18,7 +18,8 @@ enum class Policy {
 
 Policy policy();
 
-// policy() stays for this thread meanwhile, so that a call decides alike in several places.
+// While one lives, policy() does not change for this thread, so that a call sees one policy
+// everywhere.
 class HeldPolicy {
  public:
   HeldPolicy() : HeldPolicy(policy()) {}
@@ -32,27 +33,27 @@ class HeldPolicy {
 
 inline bool is_batch_invariant() { return policy() == Policy::batch_invariant; }
 
-// Throws (NotImplementedError) under the policy "batch_invariant": this way of `op` may give a row
-// other bits in another batch. Shapes alone, on the meta device, have none.
+// Throws (NotImplementedError) under the policy "batch_invariant", because this way of `op` may
+// give a row other bits in another batch. Tensors on the meta device have no bits and pass.
 void refuse_batch_dependence(const char* op, const at::TensorBase& like, std::string_view expected,
                              std::string_view got);
-// Throws likewise, for a device or a layout that no kernel of ours multiplies.
+// Throws likewise for a device or a layout that no kernel of ours multiplies.
 void refuse_batch_dependence(const char* op, const at::TensorBase& like);
 
-// Whether what runs may be recorded: by tracing, or by any mode or tensor of Python's.
+// Returns whether calls may be recorded, by tracing or by a mode or tensor class in Python.
 bool is_traced(const at::TensorBase& input);
 
-// A graph outlives the policy of its tracing: that sees `automatic`, and the kernels ask when they
-// run.
+// Returns the policy for code that a graph records. A graph outlives the policy under which it was
+// traced, so tracing sees `automatic`, and the kernels ask again when they run.
 Policy policy_for_graph(const at::TensorBase& input);
 void set_policy(Policy policy);
 
 const char* name(Policy policy);
 Policy parse_policy(std::string_view text, const char* what);
 
-// Calls fn of the backend, or the reference under the policy "eager" and on a device of no use;
-// asked where the work is done, it holds in compiled graphs too. Only backends that say so are
-// batch-invariant.
+// Calls fn with the backend, or with the reference under the policy "eager" and on a device without
+// our kernels. The kernel asks, so that the policy holds in compiled graphs too. Only backends that
+// say so are batch-invariant.
 template <class Backend, class Reference, typename Fn>
 auto under_policy(const char* op, const at::Tensor& like, const Fn& fn) {
   const HeldPolicy held;

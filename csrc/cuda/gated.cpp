@@ -14,7 +14,7 @@ namespace {
 
 using S = Shapes<Allocator>;
 
-// nullptr stays nullptr.
+// Returns the address `bytes` further on; nullptr stays nullptr.
 void* behind(void* data, int64_t bytes) {
   return data == nullptr ? nullptr : static_cast<char*>(data) + bytes;
 }
@@ -43,7 +43,7 @@ struct Glu : reference::Glu {
   static const char* batch_dependence(const Tensor& like) { return invariant::objection(like); }
   static bool is_usable(const Tensor& like) { return multiplies_as_torch(like); }
 
-  // Both products and h as one plan; nothing where no kernel of ours could be in it.
+  // Runs both products and h by one plan. Returns nullopt if none of our kernels can do them.
   static std::optional<Triple> linear_glu(const gated::Layer& layer, Activation activation,
                                           bool keeps) {
     const auto& [input, gate, up, gate_bias, up_bias] = layer;
@@ -78,7 +78,7 @@ struct Glu : reference::Glu {
                                  first.ld, behind(call.bias, half), behind(call.aux.data, half)}
                       : gemm::Up{second.data, second.ld, data_of(bias_of_up), data_of(up_z)};
     complete(call, gemm_type(input.scalar_type()), input.get_device());
-    // Of both weights, and both pre-activations.
+    // The alignments count for both weights and both pre-activations.
     auto& matmul = call.problem.matmul;
     matmul.aligned_a &= gemm::is_aligned(call.up.weight);
     matmul.aligned_aux &= gemm::is_aligned(call.up.preactivation);
@@ -143,13 +143,14 @@ struct Glu : reference::Glu {
  private:
   static Quintuple after_product(const steps::GluBackward& step) {
     const auto& down = *step.down;
-    const auto hidden = S::rows(step.grad_output, down.size(1));  // its shape alone is read
+    const auto hidden = S::rows(step.grad_output, down.size(1));  // only its shape is read
     const auto grad = std::get<0>(steps::linear_backward(
         {step.grad_output, hidden, down, std::nullopt, Activation::none, {true, false, false}}));
     return glu_backward({grad, step.gate, step.up, step.activation, step.wanted});
   }
 
-  // Plans the product and the pass as one; nothing where there is none for what is wanted.
+  // Runs the product and the gradients of gate and up by one plan. Returns nullopt if there is none
+  // for the wanted gradients.
   static std::optional<Quintuple> through_down(const steps::GluBackward& step) {
     const auto& wanted = step.wanted;
     const bool apart = has_value(step.up);
@@ -158,8 +159,8 @@ struct Glu : reference::Glu {
     const Halves halves(step.gate, step.up);
     const auto &gate = halves.gate.matrix, &up = halves.up.matrix;
     const auto element = step.gate.element_size();
-    // A plan's key does not tell these alignments, which our vectors and the hardware's copies
-    // want.
+    // Our kernels and the hardware's copies need these alignments, which a plan's key does not
+    // hold.
     if (!gemm::is_aligned(up.data) || up.ld * element % 16 != 0 || gate.cols * element % 16 != 0) {
       return std::nullopt;
     }

@@ -21,7 +21,7 @@ constexpr const char* named = "(batch_invariant)";
 
 int64_t rounded_up(int64_t extent) { return (extent + unit - 1) / unit * unit; }
 
-// The matrix as it is stored: rows of unit stride.
+// Returns the matrix as memory holds it, with rows of unit stride.
 Matrix as_stored(const Matrix& m) { return m.transposed ? gemm::transposed(m) : m; }
 
 Tensor tensor_of(const Matrix& stored, const PassCall& call) {
@@ -34,12 +34,12 @@ Tensor tensor_of(const Matrix& stored, const PassCall& call) {
       .make_tensor();
 }
 
-// Copies that the hardware can read 16 bytes at a time, kept until they have been read.
+// Makes copies that the hardware can read 16 bytes at a time, and keeps them alive.
 class Copies {
  public:
   explicit Copies(const PassCall& call) : call_(call) {}
 
-  // Makes the matrix, as meant, of whole units in both directions; zeros fill it up.
+  // Returns the matrix padded with zeros to whole units of columns, and of rows if asked for.
   Matrix whole(const Matrix& given, bool pads_rows, bool must_copy = false) {
     const auto stored = as_stored(given);
     const bool pads = given.transposed || pads_rows;
@@ -55,7 +55,7 @@ class Copies {
     return given.transposed ? gemm::transposed(made) : made;
   }
 
-  // Makes rows whole that are operand B, which lies by rows.
+  // Returns operand B, whose rows must have unit stride, padded to whole units.
   Matrix by_rows(const Matrix& given) {
     if (!given.transposed) return whole(given, /*pads_rows=*/false);
     kept_.push_back(tensor_of(as_stored(given), call_).t().contiguous());
@@ -87,7 +87,7 @@ void run_hopper(const PassCall& call, PassProblem problem, const Operands& opera
   explain::append(what);
 }
 
-// The sizes and strides of these matrices, as the call's own.
+// Returns the call's problem with the sizes and strides of these matrices.
 PassProblem problem_of(const PassCall& call, const Matrix& left, const Matrix& right,
                        const Matrix& result) {
   auto problem = call.problem;
@@ -98,13 +98,13 @@ PassProblem problem_of(const PassCall& call, const Matrix& left, const Matrix& r
   return problem;
 }
 
-// All of the pass, of widths that fit. Results are ours, and lie where the hardware can write.
+// Runs the whole pass as one product. Our own allocations are aligned, so results need no copy.
 void run_whole(const PassCall& call, const Strategy& strategy) {
   Copies copies(call);
   auto operands = operands_of(call, strategy);
   const auto left = copies.by_rows(call.left);
   auto right = copies.whole(call.right, /*pads_rows=*/true);
-  if (call.problem.pass == Pass::glu) {  // whose weights have one stride
+  if (call.problem.pass == Pass::glu) {  // the kernel has one stride for both weights
     const auto given = gemm::right_of_up(call);
     auto up = copies.whole(given, /*pads_rows=*/true);
     if (right.data != call.right.data || up.data != given.data) {
@@ -139,7 +139,7 @@ void run_ordered(const PassCall& call, const Matrix& result) {
   kernels::ordered_product(product, at::cuda::getCurrentCUDAStream(call.problem.matmul.device));
 }
 
-// A bare product, and the bias: what comes before the steps.
+// Runs the product, with the bias in a forward. The strategy's steps come after it.
 void run_product(const PassCall& call, const Matrix& result) {
   if (size_of(call.problem.matmul.type) > 2) return run_ordered(call, result);
   Copies copies(call);
@@ -181,7 +181,7 @@ bool is_whole(const PassCall& call) {
 void run(const PassCall& given) {
   auto call = given;
   auto& problem = call.problem;
-  // A forward's mask is that of the output here, which no batch changes.
+  // Under this policy a forward's mask holds the sign of the output, which no batch changes.
   if (problem.pass == Pass::fprop && problem.keeps == Keeps::mask) problem.keeps = Keeps::bits;
   const char* why = rule::objection(problem, available(problem).hopper);
   TORCH_CHECK_NOT_IMPLEMENTED(why == nullptr, "fused: under the policy 'batch_invariant' expected ",

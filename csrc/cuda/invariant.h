@@ -1,19 +1,20 @@
 #pragma once
 
-// Passes under the policy "batch_invariant": by rule, never measured, no word of the plans.
+// Passes under the policy "batch_invariant". They follow gemm/invariant.h, and use no plans.
 
 #include "cuda/runtime/gemm_call.h"
 
 namespace fused::cuda::invariant {
 
-// Says why rows of this dtype cannot have the same bits in every batch on this device, or nullptr.
+// Says why rows of this dtype cannot have the same bits in every batch on this device; nullptr if
+// they can.
 const char* objection(const Tensor& like);
 
-// Tells whether a gated layer's products and its pass are one kernel; asked of a completed call.
+// Returns whether one kernel does a gated layer's products and the rest. The call must be complete.
 bool is_whole(const PassCall& call);
 
-// Gives each row of the result the bits that it has in any other batch. Throws
-// (NotImplementedError) where no kernel does.
+// Runs a pass so that each row of the result has the same bits in every batch. Throws
+// (NotImplementedError) if no kernel can.
 void run(const PassCall& given);
 
 }  // namespace fused::cuda::invariant

@@ -1,5 +1,5 @@
-// The linear operators on a GPU: allocate, describe the passes, run them, by ATen's formula where
-// tune/ finds no way.
+// The linear operators on a GPU. Each allocates its results, describes the passes and runs them.
+// ATen's formula does what tune/ finds no plan for.
 
 #include "reference/linear.h"
 #include "core/policy.h"
@@ -27,7 +27,7 @@ bool run(PassCall call, const Tensor& like, kernels::SmallGradients* deferred = 
       invariant::run(call);
       return true;
     }
-    call.problem.deterministic = true;  // the sums over rows are the same each time, no more
+    call.problem.deterministic = true;  // sums over rows are reproducible, not batch-invariant
     explain::append("(reproducible, not batch-invariant)");
   }
   return tune::run(call, deferred);
@@ -101,7 +101,7 @@ struct Linear {
 
   static Triple linear_backward(const steps::LinearBackward& layer) {
     const bool by_columns = layer.wanted[0] && lies_by_columns(layer.input);
-    // Such a product, of the transposes, has no plans.
+    // The product of the transposes has no plans.
     if (by_columns && !is_batch_invariant()) return Reference::linear_backward(layer);
     const c10::cuda::CUDAGuard guard(layer.grad_output.device());
     LayerGradients made(layer, layer.wanted[0]);
@@ -156,7 +156,7 @@ struct Linear {
     return run(std::move(call), input);
   }
 
-  // Padding exists only for odd widths.
+  // A mask needs no zeros if mask_bits(features) adds no padding.
   static Tensor with_zero_padding(const Tensor& aux, int64_t features, bool mask) {
     if (!mask) return fused::with_zero_padding(aux);
     return features == mask_bits(features) ? aux : aux.zero_();
@@ -175,13 +175,13 @@ struct Linear {
 
   static bool is_mask(const Tensor& saved) { return saved.scalar_type() == at::kByte; }
 
-  // dz of a layer, and the gradients of its weight and bias, which follow from it alone.
+  // Computes dz of a layer, and from it the gradients of its weight and bias.
   struct LayerGradients {
-    Workspace memory;  // of dz, where it is not the gradient that came
+    Workspace memory;  // holds dz, unless dz is the gradient that came
     Operand grad;
     Matrix dz;
     Tensor grad_weight, grad_bias;
-    kernels::SmallGradients deferred;  // among them that of the weight
+    kernels::SmallGradients deferred;  // may hold the weight's gradient
 
     LayerGradients(const steps::LinearBackward& layer, bool wants_input)
         : memory(layer.activation != Activation::none && (wants_input || layer.wanted[1])
@@ -207,7 +207,7 @@ struct Linear {
     }
   };
 
-  // A deferred product holds raw pointers: never defer one whose operand was copied here.
+  // A deferred product holds raw pointers, so one whose operand was copied here is not deferred.
   template <typename... Operands>
   static kernels::SmallGradients* unless_copied(kernels::SmallGradients& deferred,
                                                 const Operands&... operands) {
@@ -223,7 +223,7 @@ struct Linear {
     activation_gradient(matrix, {}, false, Activation::none, like, nullptr, sums);
   }
 
-  // Writes dz = act'(saved) · grad, where it is wanted, and its column sums, where there is room.
+  // Writes dz = act'(saved) · grad unless `dz` is null, and its column sums unless `sums` is empty.
   static void activation_gradient(const Matrix& grad, const Matrix& saved, bool mask,
                                   Activation activation, const Tensor& like, void* dz,
                                   const Tensor& sums) {
@@ -234,7 +234,7 @@ struct Linear {
              {wants_sums ? sums.data_ptr() : nullptr});
   }
 
-  // dzᵀ input; by columns it is the transpose of inputᵀ dz, the product that eager takes.
+  // Describes dzᵀ input. By columns it is inputᵀ dz transposed, the product that eager computes.
   static PassCall weight_call(const Matrix& dz, const Matrix& input, const Tensor& grad_weight,
                               bool by_columns, void* sums = nullptr) {
     return by_columns ? make_call(Pass::wgrad, transposed(input), dz, matrix_of(grad_weight.t()))
@@ -279,7 +279,7 @@ struct Linear {
       return;
     }
     const auto right = rows_of(weight);
-    // What was made here would be gone when a deferred product is launched.
+    // A copy made here would be freed before a deferred product is launched.
     const bool stays = kept.is_same(previous.saved);
     run_surely(make_call(Pass::dgrad, dz, right.matrix, matrix_of(result),
                          wants_sums ? sums.data_ptr() : nullptr, previous.activation, aux.matrix,

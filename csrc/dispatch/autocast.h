@@ -60,7 +60,7 @@ struct Autocast<device, Op, Tensor(Args...)> {
   }
 };
 
-// Of the rows of two lists.
+// Registers autocast for all operators of two lists.
 template <c10::DeviceType device, class Public, class Steps>
 void register_autocast(torch::Library& m) {
   for_each_row<Public>([&m](auto row) { m.impl(row.name, Autocast<device, decltype(row)>::call); });

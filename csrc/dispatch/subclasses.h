@@ -26,7 +26,7 @@ struct OrForeign<Op, Tensor(Args...)> {
   }
 };
 
-// Of the rows of a list.
+// Registers the kernels for all operators of a list.
 template <class Public>
 void register_for_subclasses(torch::Library& m) {
   for_each_row<Public>(

@@ -104,8 +104,7 @@ struct Ways<Op, Tensor(Args...)> {
       return Op::call(args...);
     }
     const auto& weights = block.weights();
-    if (const auto why =
-            reason_against(block.input, weights, std::ranges::any_of(weights, trains))) {
+    if (const auto why = objection(block.input, weights, std::ranges::any_of(weights, trains))) {
       return in_own_dtype(block, *why);
     }
     return block.with_gradient();
@@ -113,7 +112,7 @@ struct Ways<Op, Tensor(Args...)> {
 
   static Tensor without(Args... args) {
     const auto block = checked_block<Op>(args...);
-    const auto why = reason_against(block.input, block.weights(), /*wants_weight_gradient=*/false);
+    const auto why = objection(block.input, block.weights(), /*wants_weight_gradient=*/false);
     return why ? in_own_dtype(block, *why) : block.forward();
   }
 

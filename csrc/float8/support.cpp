@@ -9,9 +9,9 @@ namespace {
 
 constexpr int64_t multiple = 16;
 
-std::atomic<ReasonAgainstGpu> ask_gpu{nullptr};
+std::atomic<GpuObjection> ask_gpu{nullptr};
 
-std::optional<std::string> reason_against_device(c10::Device device) {
+std::optional<std::string> device_objection(c10::Device device) {
   if (device.is_cpu() || device.is_meta()) return std::nullopt;
   if (!device.is_cuda()) return c10::str("no FP8 on ", device.type());
   const auto ask = ask_gpu.load();
@@ -25,11 +25,11 @@ std::string no_multiple(const c10::SymInt& size, const char* what) {
 
 }  // namespace
 
-void set_reason_against_gpu(ReasonAgainstGpu ask) { ask_gpu = ask; }
+void set_gpu_objection(GpuObjection ask) { ask_gpu = ask; }
 
-std::optional<std::string> reason_against(const at::Tensor& input, at::TensorList weights,
-                                          bool wants_weight_gradient) {
-  if (auto why = reason_against_device(input.device())) return why;
+std::optional<std::string> objection(const at::Tensor& input, at::TensorList weights,
+                                     bool wants_weight_gradient) {
+  if (auto why = device_objection(input.device())) return why;
   for (const auto& weight : weights) {
     for (const auto& size : weight.sym_sizes()) {
       if (size % multiple != 0) return no_multiple(size, "features");

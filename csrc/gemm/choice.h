@@ -1,6 +1,6 @@
 #pragma once
 
-// Which strategies are valid for a pass, and which the rule takes unmeasured.
+// Says which strategies are valid for a pass, and which one the rule takes without measuring.
 
 #include "gemm/hopper.h"
 #include "gemm/pass_problem.h"
@@ -15,7 +15,7 @@ struct Available {
   bool small = false;
 };
 
-// Finds the epilogue of the strategy's product; nothing where the library has none.
+// Finds the epilogue of the strategy's product; nullopt if the library has none.
 inline std::optional<Epilogue> epilogue_of(const PassProblem& p, const Strategy& s) {
   const auto activation = s.fuses_activation ? p.activation : Activation::none;
   const bool reads_saved = p.pass == Pass::dgrad;
@@ -44,7 +44,7 @@ inline Problem matmul_of(const PassProblem& p, const Strategy& s) {
 
 inline constexpr const char* approximate_gelu = "approximate";
 
-// Says why our own product is none for this problem, or nullptr.
+// Says why our own product cannot do this pass; nullptr if it can.
 inline const char* own_objection(const PassProblem& p) {
   if (p.activation == Activation::none) return "no activation";
   if (p.keeps == Keeps::mask) return "a bit mask";
@@ -60,7 +60,7 @@ inline const char* small_objection(const PassProblem& p) {
   return small::objection(p.pass, p.matmul);
 }
 
-// Says why the strategy is none for this problem, or nullptr.
+// Says why the strategy is not valid for this pass; nullptr if it is.
 inline const char* objection(const PassProblem& p, const Strategy& s, const Available& available) {
   const bool active = p.activation != Activation::none;
   if (p.pass != s.pass) return "another pass";
@@ -94,14 +94,14 @@ inline const char* objection(const PassProblem& p, const Strategy& s, const Avai
   }
   if (s.provider != Provider::cublaslt) return nullptr;
   if (!epilogue_of(p, s)) return "no such epilogue";
-  // In fp32 and fp64 they are a product and then a slow kernel, with an approximate tanh at that.
+  // In fp32 and fp64 the library runs these epilogues as a slow kernel with an approximate tanh.
   if (s.fuses_activation && is_gelu(p.activation) && size_of(p.matmul.type) > 2) {
     return approximate_gelu;
   }
   return objection(matmul_of(p, s), available.cublaslt);
 }
 
-// Finds eager's own sequence, or the fallback where ATen has none (a bit mask).
+// Finds eager's own sequence, or the fallback where ATen cannot read what was saved (a bit mask).
 inline const Strategy& eager_of(const PassProblem& p, const Available& available) {
   for (const auto& s : strategies) {
     if (s.pass == p.pass && s.is_eager() && !objection(p, s, available)) return s;
@@ -109,12 +109,12 @@ inline const Strategy& eager_of(const PassProblem& p, const Available& available
   return fallback_of(p.pass);
 }
 
-// Names what was found to be best on a Hopper, and the plain pieces elsewhere.
+// Names the strategy that measured best on Hopper GPUs, and separate kernels on others.
 inline const char* rule(const PassProblem& p, const Available& available) {
   constexpr int64_t many_tokens = 4096;
   const bool many = tokens_of(p) >= many_tokens;
   const bool narrow = size_of(p.matmul.type) == 2;
-  // With longer sums the epilogue is less of the time: measuring decides.
+  // With longer sums the epilogue takes a smaller part of the time, and only measuring can decide.
   const bool own = available.hopper && many && p.matmul.k <= 2048 && !own_objection(p);
   switch (p.pass) {
     case Pass::fprop:
@@ -122,7 +122,7 @@ inline const char* rule(const PassProblem& p, const Available& available) {
     case Pass::dgrad:
       if (own) return "hopper";
       if (p.library_only && p.activation != Activation::none) return p.bias ? "d_bgrad" : "d+sum";
-      // With BGRAD, or with a ReLU's mask, the library runs a slow kernel of its own behind it.
+      // With BGRAD or a ReLU mask the library runs a slow kernel after the product.
       if (p.activation == Activation::gelu_tanh && narrow && many && p.matmul.arch == 90) {
         return "d+sum";
       }
@@ -130,7 +130,7 @@ inline const char* rule(const PassProblem& p, const Available& available) {
     case Pass::wgrad:
       if (is_long_and_thin(p.matmul)) return "mm+sum";
       if (p.library_only && p.bias) return "bgradb";
-      // Part of the product in fp16 only; elsewhere a slow kernel of its own.
+      // In fp16 the sum is a part of the product; in other types the library runs a slow kernel.
       return p.bias && p.matmul.type == Type::f16 && many ? "bgradb" : "product+sum";
     case Pass::glu:
       return own ? "hopper" : "products+gating";

@@ -1,6 +1,6 @@
 #pragma once
 
-// Which cuBLASLt epilogue does a stage of a layer: one table, for every pass.
+// The table of cuBLASLt's epilogues, for every pass.
 
 #include "core/activation.h"
 
@@ -9,7 +9,8 @@
 
 namespace fused::gemm {
 
-// The values are cublasLtEpilogue_t's, as cublaslt.cpp asserts, for those without CUDA's headers.
+// The values are those of cublasLtEpilogue_t, which cublaslt.cpp asserts. This header must compile
+// without CUDA's.
 enum class Epilogue : uint32_t {
   identity = 1,
   relu = 2,
@@ -30,11 +31,11 @@ enum class Epilogue : uint32_t {
 
 enum class Pass {
   fprop,   // y = act(x Wᵀ + b)
-  dgrad,   // dz W, then the *previous* layer's act' and, as "bias", its bias gradient
-  wgrad,   // dzᵀ x, and, as "bias", the column sums of dz
-  gating,  // dy W, the gradient of h = act(gate) ⊙ up: on to those of gate and up, and h again
+  dgrad,   // dz W, then act' of the layer *before*; its bias gradient is this pass's "bias"
+  wgrad,   // dzᵀ x; the column sums of dz are this pass's "bias"
+  gating,  // dh = dy W where h = act(gate) ⊙ up, then the gradients of gate and up, and h again
   glu,     // h = act(x gateᵀ + b) ⊙ (x upᵀ + b)
-  chain,   // fprop of one layer after the other, the activation between them
+  chain,   // fprop of several layers with the activation between them
 };
 inline constexpr Pass last_pass = Pass::chain;
 
@@ -72,7 +73,7 @@ inline constexpr EpilogueRow epilogue_table[] = {
     {Pass::wgrad, Activation::none, true, false, Epilogue::bgradb, "BGRADB"},
 };
 
-// Finds nothing where cuBLASLt has no such epilogue (GELU with erf, above all).
+// Returns nullopt if cuBLASLt has no such epilogue, as for GELU by erf.
 inline constexpr std::optional<Epilogue> find_epilogue(Pass pass, Activation activation, bool bias,
                                                        bool aux) {
   for (const auto& row : epilogue_table) {
@@ -87,7 +88,7 @@ inline constexpr const EpilogueRow& row_of(Epilogue epilogue) {
   for (const auto& row : epilogue_table) {
     if (row.epilogue == epilogue) return row;
   }
-  return epilogue_table[0];  // never: every epilogue has a row
+  return epilogue_table[0];  // is not reached: every epilogue has a row
 }
 
 inline constexpr const char* name(Epilogue epilogue) { return row_of(epilogue).name; }

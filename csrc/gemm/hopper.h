@@ -1,6 +1,7 @@
 #pragma once
 
-// Which problems our own products for Hopper (cuda/hopper) take, in which configurations.
+// Says which problems our own products for Hopper (cuda/hopper) take, and lists their
+// configurations.
 
 #include "gemm/problem.h"
 
@@ -12,19 +13,19 @@ inline constexpr int64_t tile_features = 128, tile_tokens = 128;
 // The tiles of a forward product of few tokens.
 inline constexpr int64_t narrow_features = 64, narrow_tokens = 64;
 
-// Below, one product of a stacked weight and the pass behind it are as fast.
+// With fewer tokens, one product of a stacked weight and a kernel after it are as fast.
 inline constexpr int64_t least_tokens_of_glu = 4 * tile_tokens;
 
 // Tiles that are computed at the same time share what the L2 cache holds of the operands.
 struct Order {
   enum class Along : uint8_t { either, features, tokens };  // CUTLASS's RasterOrderOptions
   Along along;
-  int swizzle;  // tiles of the other direction beside each other
+  int swizzle;  // the number of neighbouring tiles in the other direction that run together
 };
-// The first is the best where all fits the cache, the second where nothing does.
+// The first is the fastest if all operands fit the cache, the second if none does.
 inline constexpr Order orders[] = {{Order::Along::either, 1}, {Order::Along::tokens, 8}};
 
-// The order's place in the table is the algorithm.
+// An algorithm is the place of an order in the table.
 inline std::optional<Order> order_of(const Algorithm& algorithm) {
   if (algorithm.bytes[0] >= std::size(orders)) return std::nullopt;
   return orders[algorithm.bytes[0]];
@@ -32,14 +33,14 @@ inline std::optional<Order> order_of(const Algorithm& algorithm) {
 
 inline constexpr int64_t tiles(int64_t extent, int64_t tile) { return (extent + tile - 1) / tile; }
 
-// The bias gradient's partial sums are a row of fp32 for each tile of tokens, as wide as whole
+// The partial sums of the bias gradient: one row of fp32 for each tile of tokens, padded to whole
 // tiles.
 inline constexpr int64_t partial_rows(const Problem& p) { return tiles(p.n, tile_tokens); }
 inline constexpr int64_t partial_columns(const Problem& p) {
   return tiles(p.m, tile_features) * tile_features;
 }
 
-constexpr int64_t unit = 8;  // elements of 16 bytes, in which the hardware copies
+constexpr int64_t unit = 8;  // elements: 16 bytes, which the hardware copies at once
 
 // Coordinates of 32 bits need room for a last tile.
 inline bool fits_coordinates(const Problem& p) {
@@ -47,7 +48,7 @@ inline bool fits_coordinates(const Problem& p) {
   return std::max({p.m, p.n, p.k}) <= most;
 }
 
-// Says why the product cannot be done here, or nullptr.
+// Says why our product cannot do the pass; nullptr if it can.
 inline const char* objection(Pass pass, const Problem& p, bool bias, bool aux) {
   if (p.arch != 90) return "not a Hopper GPU";
   if (size_of(p.type) != 2) return "not of 16 bits";
@@ -61,7 +62,7 @@ inline const char* objection(Pass pass, const Problem& p, bool bias, bool aux) {
     return "rows that do not begin at multiples of 16 bytes";
   }
   if (!fits_coordinates(p)) return "an extent beyond 32 bits";
-  // The library's larger tiles move less: 65536 x 4096 x 16384 was 5 % slower here.
+  // The library's larger tiles read less memory: 65536 x 4096 x 16384 was 5 % slower with ours.
   constexpr double most_multiplications = 1e12;
   if (static_cast<double>(p.m) * static_cast<double>(p.n) * static_cast<double>(p.k) >
       most_multiplications) {

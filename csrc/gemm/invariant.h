@@ -1,12 +1,12 @@
 #pragma once
 
-// The rule of the policy "batch_invariant": how a pass is done, by everything of a problem but the
-// number of rows and where they lie.
+// The rule of the policy "batch_invariant": how a pass is done depends on everything in a problem
+// but the number of rows and their addresses.
 //
 // An element of a product is a sum over K, and its bits are fixed by the order of that sum. Our
 // products for Hopper take K in steps of 64, one instruction of 16 after the other, in tiles of any
 // size; the product in fp32 and fp64 adds one number after the other (kernels/ordered_product.cuh).
-// Neither parts a sum among blocks. What follows goes element by element.
+// Neither splits a sum among blocks. Later kernels treat each element alone.
 
 #include "gemm/hopper.h"
 #include "gemm/pass_problem.h"
@@ -16,11 +16,11 @@
 
 namespace fused::gemm::invariant {
 
-// One product that does all of the pass, or a bare one and then these steps.
+// `whole`: one product does the whole pass. `in_steps`: a product, then the steps of strategy().
 enum class Way : uint8_t { whole, in_steps };
 
-// Says why no kernel has these rows' bits whatever the batch, or nullptr. `hopper`: our products
-// for Hopper were built, and run here.
+// Says why no kernel gives a row the same bits in every batch; nullptr if one does. `hopper`: our
+// products for Hopper were built and run on this device.
 inline const char* objection(const PassProblem& p, bool hopper) {
   if (p.pass == Pass::wgrad || p.pass == Pass::chain) return "a sum over rows";
   if (size_of(p.matmul.type) > 2) return nullptr;
@@ -29,7 +29,7 @@ inline const char* objection(const PassProblem& p, bool hopper) {
   return hopper::fits_coordinates(p.matmul) ? nullptr : "an extent beyond 32 bits";
 }
 
-// Copies make rows fit that begin anywhere, so that only widths count.
+// Only the widths count: rows at other addresses are copied.
 inline Way way(const PassProblem& p) {
   const bool narrow = size_of(p.matmul.type) == 2;
   const bool fits = p.matmul.m % hopper::unit == 0 && p.matmul.k % hopper::unit == 0;
@@ -55,9 +55,9 @@ inline Strategy strategy(const PassProblem& p) {
   return s;
 }
 
-// Names the order of tiles: one that reads operands less often where they outgrow the cache. The
-// sum of an element does not depend on it. That order computes whole groups of 16 tiles along the
-// features, those of nothing too: 768 features took 3.4 times as long.
+// Returns the order of tiles, which does not change an element's sum. Order 1 reads operands that
+// outgrow the cache less often. It computes whole groups of 16 tiles along the features, empty
+// tiles included: with 768 features it took 3.4 times as long.
 inline uint64_t order_of_tiles(const PassProblem& problem) {
   constexpr int64_t half_of_cache = int64_t{25} << 20, together = 16;
   const auto& p = problem.matmul;
@@ -66,7 +66,7 @@ inline uint64_t order_of_tiles(const PassProblem& problem) {
   return hopper::tiles(p.m, features) % together == 0 ? 1 : 0;
 }
 
-// Few tokens leave most processors idle with our wide tiles. The narrow ones add in the same order.
+// With few tokens, wide tiles leave most processors idle. Narrow tiles add in the same order.
 inline bool is_narrow(const PassProblem& problem, int processors) {
   const auto& p = problem.matmul;
   const int64_t wide =

@@ -9,21 +9,22 @@ namespace fused::gemm {
 
 struct PassCall {
   PassProblem problem;
-  Matrix left, right;  // of the product, as meant
+  Matrix left, right;  // the product's operands
   Matrix result;       // rows of unit stride
-  Matrix aux;          // forward: what is kept is written there; backward: what act' is read from
-  void* bias;          // read forward, its gradient written backward; or nullptr
+  Matrix aux;          // the saved tensor: a forward writes it, a backward reads it
+  void* bias;          // read in a forward, its gradient is written in a backward; or nullptr
   Gating gating = {};
   Up up = {};
-  bool bias_is_matrix = false;  // ATen adds it to the sum, as eager does one that is strided
-  const std::vector<PassCall>* layers = nullptr;  // of a chain
+  bool bias_is_matrix = false;  // ATen adds it to the product, as eager does with a strided bias
+  const std::vector<PassCall>* layers = nullptr;  // a chain's
 };
 
 constexpr Matrix transposed(const Matrix& m) {
   return {m.cols, m.rows, m.ld, !m.transposed, m.data};
 }
 
-// The bias gradient is the column sums of this; a weight gradient's left operand is dz, transposed.
+// Returns the matrix whose column sums are the bias gradient. In wgrad that is dz, the left operand
+// transposed.
 constexpr Matrix summed(const PassCall& call) {
   return call.problem.pass == Pass::wgrad ? transposed(call.left) : call.result;
 }
@@ -34,7 +35,7 @@ constexpr Matrix right_of_up(const PassCall& call) {
   return right;
 }
 
-// Makes the call of up's product, whose aux is its pre-activation.
+// Returns the call of up's product, whose aux is up's pre-activation.
 constexpr PassCall of_up(PassCall call) {
   call.right = right_of_up(call);
   call.bias = const_cast<void*>(call.up.bias);
@@ -42,7 +43,8 @@ constexpr PassCall of_up(PassCall call) {
   return call;
 }
 
-// The product leaves its result where the activation does not overwrite a kept pre-activation.
+// Returns the matrix that the product is written to: `aux` if the pre-activation is kept and a
+// later kernel applies the activation.
 inline const Matrix& matmul_result(const PassCall& call, const Strategy& strategy) {
   const auto& p = call.problem;
   const bool apart = !strategy.fuses_activation &&

@@ -7,24 +7,24 @@
 
 namespace fused::gemm {
 
-// What a forward writes for the backward beside its result, and a backward finds of it.
+// The tensor that a forward writes for its backward beside the result.
 enum class Keeps : uint8_t {
   nothing,
   values,  // the pre-activation, or ReLU's output
-  mask,    // ReLU's bits of the sum before it is rounded, as the library's epilogues have it
-  bits,    // the same of the output, by torch's rule; what finds them finds a mask
+  mask,    // ReLU's bits: the sign of the sum before it is rounded, by the library's epilogue
+  bits,    // ReLU's bits: the sign of the output, by torch's rule; a backward reads them as `mask`
 };
 
-// Decides, as a key, which strategies and algorithms are valid for a pass.
+// Describes a pass, as the key of its strategies and algorithms.
 struct PassProblem {
   Pass pass = Pass::fprop;
-  Activation activation = Activation::none;  // input gradient: of the layer before
-  bool bias = false;                         // there is one, or its gradient is wanted
+  Activation activation = Activation::none;  // dgrad: the activation of the layer before
+  bool bias = false;                         // there is a bias, or its gradient is wanted
   Keeps keeps = Keeps::nothing;
-  bool library_only = false;   // the user asked for the library's own epilogues
-  bool deterministic = false;  // nothing may depend on timing
-  Problem matmul;  // of the bare matrices; alignments of bias and aux where there are any
-  std::array<int64_t, 3> further{};  // chain: the features of layers after the first, or 0
+  bool library_only = false;         // the user asked for the library's own epilogues
+  bool deterministic = false;        // nothing may depend on timing
+  Problem matmul;                    // without an epilogue, but with the alignments of bias and aux
+  std::array<int64_t, 3> further{};  // chain: the features of the layers after the first, or 0
 
   bool operator==(const PassProblem&) const = default;
 };
@@ -43,15 +43,15 @@ struct PassProblemHash {
 
 inline constexpr bool wants_bits(const PassProblem& p) { return p.keeps == Keeps::bits; }
 
-// Tells of a forward that keeps what its product leaves, or what its epilogue writes.
+// Returns whether a forward keeps a tensor that its product or the product's epilogue writes.
 inline constexpr bool writes_aux(const PassProblem& p) {
   return is_forward(p.pass) && (p.keeps == Keeps::values || p.keeps == Keeps::mask);
 }
 
 inline auto& tokens_of(auto&& p) { return p.pass == Pass::wgrad ? p.matmul.k : p.matmul.n; }
 
-// Gives the key of a measurement: token counts between two powers of two share one, as equal
-// devices do.
+// Returns the key of a measurement. Token counts between two powers of two share one measurement,
+// and so do devices of one model.
 inline PassProblem bucket_of(const PassProblem& p, int first_equal_device) {
   PassProblem bucket = p;
   auto& tokens = tokens_of(bucket);

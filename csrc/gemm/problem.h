@@ -1,6 +1,7 @@
 #pragma once
 
-// One matrix product as the key of its algorithms: a field left out is a wrong result elsewhere.
+// One matrix product, as the key of its algorithms. The key must hold all that an algorithm depends
+// on, or an algorithm would run on a problem that it gets wrong.
 
 #include "gemm/epilogue.h"
 
@@ -14,7 +15,7 @@ namespace fused::gemm {
 
 enum class Type : uint8_t { f64, f32, f16, bf16 };
 
-// How the product is accumulated; narrow sums are never asked for.
+// The multiplication's precision. Sums are always in fp32, or fp64 for fp64.
 enum class Math : uint8_t { full, tf32 };
 
 enum class SplitK : uint8_t { allowed, forbidden };
@@ -28,24 +29,27 @@ inline constexpr const char* name(Type type) {
   return names[static_cast<int>(type)];
 }
 
-// A stored matrix: row r starts ld elements after row r-1; `transposed`: its transpose is meant.
+// A matrix in memory, where row r starts ld elements after row r-1. If `transposed`, memory holds
+// the transpose.
 struct Matrix {
-  int64_t rows = 0;  // as meant
-  int64_t cols = 0;  // as meant
-  int64_t ld = 0;    // of the storage
+  int64_t rows = 0;  // of the matrix, which memory holds transposed if `transposed`
+  int64_t cols = 0;
+  int64_t ld = 0;  // of the memory
   bool transposed = false;
   void* data = nullptr;
 };
 
-// Of h = act(gate) ⊙ up, whose gradient a product is; gate is its aux, gate's gradient its result.
-// Up's gradient has the same row stride, h is contiguous.
+// The further operands of a product that is the gradient of h = act(gate) ⊙ up. Gate is the
+// product's aux, and gate's gradient its result. Up's gradient has the same row stride as gate's; h
+// is contiguous.
 struct Gating {
   const void* up = nullptr;
   int64_t ld_up = 0;
   void *grad_up = nullptr, *hidden = nullptr;  // hidden: or nullptr
 };
 
-// Of h = act(x gateᵀ + b) ⊙ (x upᵀ + b): a, bias and aux of up's product, with gate's row stride.
+// The second product of h = act(x gateᵀ + b) ⊙ (x upᵀ + b). Its pre-activation has the row stride
+// of gate's.
 struct Up {
   const void* weight = nullptr;
   int64_t ld = 0;
@@ -63,7 +67,7 @@ struct Operands {
   Up up = {};
 };
 
-// Tells whether the hardware can copy 16 bytes at once from there, as most kernels do.
+// Returns whether the hardware can copy 16 bytes at once from this address, as most kernels do.
 inline bool is_aligned(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
 }
@@ -79,18 +83,18 @@ struct Problem {
   bool transpose_b = false;
   int64_t m = 0, n = 0, k = 0;
   int64_t lda = 0, ldb = 0, ldd = 0, ld_aux = 0;
-  // As is_aligned says; without it no better than the type itself.
+  // The result of is_aligned. Without it the address has the alignment of the type alone.
   bool aligned_a = true, aligned_b = true, aligned_d = true;
   bool aligned_bias = true, aligned_aux = true;
   int64_t workspace_limit = 0;
-  bool to_f32 = false;  // the result, whatever the operands are
-  bool adds = false;    // to what is there
+  bool to_f32 = false;  // the result is in fp32, whatever the operands are
+  bool adds = false;    // adds to the values in the result
 
   bool operator==(const Problem&) const = default;
 };
 
 // cuBLASLt's description of an algorithm, valid for one version of the library and one
-// architecture; of our own products the place of a configuration in gemm/hopper.h.
+// architecture. For our own products, the place of a configuration in the table of gemm/hopper.h.
 struct Algorithm {
   std::array<uint64_t, 8> bytes{};
   int64_t workspace = 0;
@@ -108,10 +112,10 @@ struct Settings {
   int64_t workspace_limit = 0;
 };
 
-// Makes left · right = result, row-major as in torch, cuBLASLt's column-major problem: a row-major
-// matrix read by columns is its transpose, so that it computes resultᵀ = rightᵀ · leftᵀ. Hence
-// right is operand A, left is B, m counts features (of bias and aux), n tokens, and an operand
-// needs op T exactly where it was meant transposed.
+// Describes left · right = result, row-major as in torch, as a problem of cuBLASLt, which is
+// column-major. A row-major matrix read by columns is its transpose, so cuBLASLt computes
+// resultᵀ = rightᵀ · leftᵀ. Hence right is operand A and left is B, m is the number of features (as
+// of bias and aux), n the number of tokens, and an operand gets op T exactly if it is `transposed`.
 inline Problem matmul_problem(const Matrix& left, const Matrix& right, const Matrix& result,
                               Epilogue epilogue, Type type, const void* bias, const void* aux,
                               int64_t ld_aux, const Settings& settings) {
@@ -142,28 +146,29 @@ inline Problem matmul_problem(const Matrix& left, const Matrix& right, const Mat
   return problem;
 }
 
-// Says why cuBLASLt must not get this problem, or nullptr. library_version is cublasLtGetVersion().
+// Says why cuBLASLt must not get this problem; nullptr if it may. library_version is
+// cublasLtGetVersion().
 inline const char* objection(const Problem& p, size_t library_version) {
   if (p.m == 0 || p.n == 0 || p.k == 0) return "an extent is 0";
-  // Known in CUDA 12.4 with no fix announced: the workspace is overrun.
+  // The library overruns the workspace: known since CUDA 12.4, with no fix announced.
   if (p.k == 1 && is_backward_activation(p.epilogue)) return "K is 1 behind a D* epilogue";
-  // Wrong or missing bias with a single row or column before CUDA 13; right in 13.0, as measured.
+  // Before CUDA 13 the bias is wrong or missing with a single row or column; 13.0 measured right.
   if (library_version < 130000 && (p.m == 1 || p.n == 1)) return "one row or column";
-  // Algorithm 66 went wrong beyond 2 GiB strides until 13.2.
+  // Until CUDA 13.2 algorithm 66 gives wrong results for strides beyond 2 GiB.
   const int64_t widest = std::max({p.lda, p.ldb, p.ldd});
   if (widest > (int64_t{1} << 31) / size_of(p.type)) return "a leading dimension beyond 2 GiB";
   if (p.epilogue == Epilogue::bgradb && !p.transpose_b) return "BGRADB needs op(B) = T";
   if (uses_aux(p.epilogue)) {
     const int64_t multiple = has_relu_mask(p.epilogue) ? 128 : 8;
     if (p.ld_aux < p.m || p.ld_aux % multiple != 0) return "the aux rows are not padded";
-    // 16-byte rows need a 16-byte base; the library does not check it.
+    // Rows of 16 bytes need a base at 16 bytes, which the library does not check.
     if (!p.aligned_aux) return "the aux buffer is not aligned to 16 bytes";
   }
   return nullptr;
 }
 
-// Sums that long, of so few, want to be split, for which cuBLAS's own choice is quicker and more
-// exact.
+// A few long sums should be split among blocks. cuBLAS chooses that split faster and more exactly
+// than cuBLASLt's algorithms without it.
 inline bool is_long_and_thin(const Problem& p) { return p.k >= 64 * std::max(p.m, p.n); }
 
 inline std::ostream& operator<<(std::ostream& out, const Problem& p) {

@@ -1,6 +1,6 @@
 #pragma once
 
-// Which problems our kernels for small networks (cuda/small/kernels/small_product.cuh) take.
+// Says which problems our kernels for small networks take.
 
 #include "gemm/problem.h"
 
@@ -8,10 +8,11 @@
 
 namespace fused::gemm::small {
 
-// Beyond, a block that has all tokens of a bias's gradient to itself reads too much.
+// A block sums a bias's gradient over all tokens, which takes too long beyond these sizes.
 inline constexpr int64_t most_tokens = 512, most_features = 1024;
 
-// Says why it cannot be done here, or nullptr. The weight lies as stored, rows have unit stride.
+// Says why these kernels cannot do the pass; nullptr if they can. They read the weight as torch
+// stores it, with rows of unit stride.
 inline const char* objection(Pass pass, const Problem& p) {
   const bool of_weight = pass == Pass::wgrad;
   if (p.type == Type::f64) return "in fp64";

@@ -1,6 +1,7 @@
 #pragma once
 
-// The ways to do a pass, as data: another way is another row, and a step if it brings a new kernel.
+// The strategies for each pass, as a table. A new strategy is a row, and a step if it brings a new
+// kernel.
 
 #include "gemm/problem.h"
 
@@ -10,21 +11,22 @@
 
 namespace fused::gemm {
 
-// Who does the matrix product; our own kernels are for Hopper GPUs, and for small networks.
+// The library that does the matrix product. `own` are our kernels for Hopper GPUs and for small
+// networks.
 enum class Provider : uint8_t { cublaslt, own, aten };
 
 enum class Step : uint8_t {
   none,
-  matmul,           // the provider's, with the epilogue that the strategy fuses
-  matmul_up,        // the same with a gated layer's other weight
-  own_small,        // all of the pass by one of our kernels for small networks
-  layers,           // of a chain, each by its own plan
-  own_activation,   // act, of a pre-activation
-  own_one_pass,     // act'(saved) and the column sums in one pass
-  own_column_sum,   // of what the bias's gradient is the sum of
+  matmul,           // the provider's product, with the epilogue that the strategy fuses
+  matmul_up,        // the product with a gated layer's other weight
+  own_small,        // one of our kernels for small networks does the whole pass
+  layers,           // each layer of a chain by its own plan
+  own_activation,   // act(z)
+  own_one_pass,     // act'(saved) · grad and its column sums in one sweep over memory
+  own_column_sum,   // the bias's gradient
   own_glu,          // act(gate) ⊙ up
-  own_gating,       // its gradients, and it again, in one pass
-  aten_activation,  // the same as eager does them
+  own_gating,       // the gradients of gate and up, and act(gate) ⊙ up, in one sweep over memory
+  aten_activation,  // as above, by the operators that eager uses
   aten_gradient,
   aten_column_sum,
   aten_glu,
@@ -33,24 +35,24 @@ enum class Step : uint8_t {
 
 enum class Role : uint8_t {
   candidate,
-  fallback,        // taken where every other fails
-  eager,           // eager's own sequence: what is measured against
+  fallback,        // taken if all others fail
+  eager,           // eager's own sequence, which the others are compared with
   eager_fallback,  // both
 };
 
 struct Strategy {
   Pass pass;
-  const char* name;  // one word: it stands in files
+  const char* name;  // one word; plan files hold it
   Provider provider;
   Role role;
-  bool fuses_activation;  // act, or act', is in the product's epilogue, with its aux
-  bool fuses_bias;        // the bias is added, or its gradient summed, in the product's epilogue
+  bool fuses_activation;  // the product's epilogue applies act or act'
+  bool fuses_bias;        // the product's epilogue adds the bias or sums its gradient
   std::array<Step, 3> steps;
 
   bool is_eager() const { return role == Role::eager || role == Role::eager_fallback; }
 };
 
-// Of one pass the fullest use of the library comes first.
+// For each pass, the row that uses most of the library's epilogue comes first.
 inline constexpr auto strategies = [] {
   using enum Pass;
   using enum Provider;
@@ -95,7 +97,7 @@ inline bool has_step(const Strategy& strategy, Step step) {
   return std::ranges::find(strategy.steps, step) != strategy.steps.end();
 }
 
-// Such a product writes bits in its epilogue; behind others a kernel of ours makes them.
+// Our own products write ReLU's bits in their epilogue; after others a kernel makes them.
 inline bool is_own_product(const Strategy& s) {
   return s.provider == Provider::own && has_step(s, Step::matmul);
 }

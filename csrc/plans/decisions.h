@@ -1,6 +1,6 @@
 #pragma once
 
-// What was decided of a pass, for the process and for files; nothing here needs a GPU.
+// A decision about a pass, as the process keeps it and as files hold it. Nothing here needs a GPU.
 
 #include "gemm/pass_problem.h"
 #include "gemm/strategy.h"
@@ -18,15 +18,16 @@ struct Decision {
 
   Origin origin = Origin::rule;
   const Strategy* strategy = nullptr;
-  Algorithm algorithm;           // of its product, if it has one
-  float microseconds = 0;        // as measured
-  float eager_microseconds = 0;  // of eager's sequence, beside it
-  const char* reason = nullptr;  // by rule: why it is not the strategy that the rule names
+  Algorithm algorithm;           // the product's, if the strategy has one
+  float microseconds = 0;        // measured time
+  float eager_microseconds = 0;  // eager's time, measured in the same rounds
+  const char* reason = nullptr;  // by rule: why the strategy that the rule names is not taken
 
   bool operator==(const Decision&) const = default;
 };
 
-// One line of text, and back, nothing of any other; without the device, as a file is for a model.
+// Writes a decision as one line of text, and reads it; from_text returns nullopt for other lines.
+// The line does not name the device, because a file serves all GPUs of one model.
 std::string to_text(const PassProblem& problem, const Decision& decision);
 std::optional<std::pair<PassProblem, Decision>> from_text(const std::string& line);
 

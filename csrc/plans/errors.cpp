@@ -15,7 +15,7 @@ bool is_as_exact(const PooledError& error, const PooledError& reference, double 
   if (error.count == 0) return reference.count == 0;
   constexpr double enough = 2048;
   const double by_chance = error.count < enough ? 2 / std::sqrt(error.count) : 0;
-  constexpr double margin = 1.05;  // of 1.1, which is promised, as these numbers are not a user's
+  constexpr double margin = 1.05;  // 1.1 is promised; users' numbers differ from a trial's
   const double allowed = (margin + by_chance) * root_mean_square(reference);
   const double noise = error.noise / error.count;
   return root_mean_square(error) <= std::sqrt(allowed * allowed + noise) + floor &&

@@ -34,7 +34,7 @@ std::string last_line(const std::string& body) {
   return line.str();
 }
 
-// Fields between tabs: what the decision is valid for, who wrote it, the decision.
+// The fields, separated by tabs: the machine, the version that wrote the line, the decision.
 PlanLine parse(const std::string& text) {
   std::istringstream fields(text);
   PlanLine line;
@@ -54,7 +54,7 @@ std::string to_text(const PlanLine& line) {
          line.decision + '\n';
 }
 
-// Another version may mean something else by the configurations of its own kernels.
+// The configurations of our own kernels may mean something else in another version.
 std::optional<std::pair<PassProblem, Decision>> understood(const PlanLine& line) {
   auto entry = from_text(line.decision);
   const bool own = entry && entry->second.strategy->provider == gemm::Provider::own;
@@ -70,7 +70,7 @@ class FileLock {
     while ((status = flock(descriptor_, LOCK_EX)) != 0 && errno == EINTR) {
     }
     const int error = errno;
-    if (status != 0) close(descriptor_);  // no destructor runs for what was not constructed
+    if (status != 0) close(descriptor_);  // a constructor that throws runs no destructor
     TORCH_CHECK(status == 0, "plans: cannot lock ", path, ": ", std::strerror(error));
   }
   ~FileLock() { close(descriptor_); }
@@ -95,7 +95,7 @@ void write_durably(const std::string& path, const std::string& text) {
 std::vector<PlanLine> read_plan_file(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   std::string text(first_line.size(), '\0');
-  file.read(text.data(), static_cast<std::streamsize>(text.size()));  // of a folder only this fails
+  file.read(text.data(), static_cast<std::streamsize>(text.size()));  // fails if it is a folder
   TORCH_CHECK_VALUE(file.is_open() && !file.bad(), "plans: cannot read ", path, ": ",
                     std::strerror(errno));
   constexpr auto refused = "; nothing of it is used";
@@ -123,7 +123,7 @@ Entries entries_for(const std::vector<PlanLine>& file, const MadeFor& here) {
 }
 
 std::string mismatch(const std::vector<PlanLine>& file, const MadeFor& here) {
-  if (file.empty()) return "";  // of a process that has measured nothing
+  if (file.empty()) return "";  // a process that measured nothing wrote it
   if (std::ranges::find(file, here, &PlanLine::made_for) != file.end()) return "";
   const auto& [gpu, library, driver] = file.back().made_for;
   if (gpu != here.gpu) return "made for " + gpu + ", this is " + here.gpu;

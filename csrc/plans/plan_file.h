@@ -1,6 +1,7 @@
 #pragma once
 
-// Decisions in a file: a line each, which says what it is valid for, and a checksum.
+// A plan file has one line for each decision, with the machine that it is valid for, and a
+// checksum.
 
 #include "plans/decisions.h"
 
@@ -8,7 +9,7 @@
 
 namespace fused::plans {
 
-// This package's version. What another one has written is used as far as it is understood.
+// This package's version. Lines of another version are used if they can be read.
 inline constexpr const char* own_version = "0.2.0";
 
 struct MadeFor {
@@ -23,19 +24,19 @@ using Entries = std::vector<std::pair<PassProblem, Decision>>;
 
 struct PlanLine {
   MadeFor made_for;
-  std::string version;   // who wrote it
-  std::string decision;  // to_text(problem, decision), or what another version makes of it
+  std::string version;   // of the package that wrote the line
+  std::string decision;  // to_text(problem, decision), as that version writes it
 };
 
-// Throws (ValueError) where the file is not one of ours, or damaged: nothing of it is used then.
+// Throws (ValueError) if the file is damaged or no plan file.
 std::vector<PlanLine> read_plan_file(const std::string& path);
 
 Entries entries_for(const std::vector<PlanLine>& file, const MadeFor& here);
 std::string mismatch(const std::vector<PlanLine>& file, const MadeFor& here);
 
-// A file is written beside and renamed, so that there is never half a one, under a lock, so that no
-// two processes lose plans. What is for others, or not understood, stays; with `merge` also what is
-// for `here`, and a file that cannot be read is an error then.
+// Writes a new file and renames it, so that the file is always whole, and holds a lock, so that
+// processes do not lose each other's plans. Lines for other machines and lines that cannot be read
+// stay. With `merge` the lines for `here` stay, too, and a file that cannot be read is an error.
 void write_plan_file(const std::string& path, const MadeFor& here, const Entries& entries,
                      bool merge);
 

@@ -10,7 +10,7 @@
 namespace fused::plans {
 namespace {
 
-// Enough for any model: measuring does not pay for sizes that change without end.
+// More than any model has. Measuring does not pay for sizes that never come again.
 constexpr size_t most_passes = 8192;
 
 constexpr double default_budget = 200, most_budget = 1e6;
@@ -49,9 +49,9 @@ void start_generation() {
 // The file of the environment, from import to the end of the process.
 struct Environment {
   std::mutex mutex;
-  std::string path;  // to be written at the end; empty: none
+  std::string path;  // written when the process ends; empty: none
   std::vector<PlanLine> file;
-  std::vector<Machine> machines;  // that have been used: whose plans are written
+  std::vector<Machine> machines;  // have been used; their plans are written
 };
 
 Environment& of_environment() {

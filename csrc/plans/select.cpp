@@ -21,7 +21,7 @@ double best(const std::vector<double>& values) {
   return values.empty() ? failed : *std::ranges::min_element(values);
 }
 
-// The incumbent, if it is there, unless another's lead is clear.
+// Returns the incumbent, if it is there, unless another has a clear lead.
 size_t winner_of(const std::vector<double>& medians, size_t incumbent, const TuningRules& rules) {
   const size_t fastest = std::ranges::min_element(medians) - medians.begin();
   if (incumbent >= medians.size() || !std::isfinite(medians[incumbent])) return fastest;
@@ -41,17 +41,17 @@ Timings time_in_rounds(size_t candidates, size_t incumbent, const Round& round, 
 
   Timings result;
   double last_round = 0, leader = 0;
-  // None before the first.
+  // There is no leader before the first round.
   const auto is_steady = [&] { return result.rounds > 0 && leader >= rules.steady_us; };
   while (result.rounds < rules.most_rounds && !running.empty()) {
     const double spent = clock();
     if (result.rounds > 0 && spent + last_round > rules.budget_us * rules.hard_factor) break;
     const int least = is_steady() ? std::min(rules.least_rounds, 2) : rules.least_rounds;
     if (result.rounds >= least && spent > rules.budget_us) break;
-    // A lone runner has won, unless it has yet to be compared with the incumbent.
+    // A candidate that is left alone has won, unless it was not compared with the incumbent.
     if (result.rounds >= least && running.size() == 1) break;
 
-    // Who runs after whom changes, so that nobody always runs behind the hottest.
+    // The order changes from round to round, so that no candidate always runs after the same one.
     std::ranges::rotate(running, running.begin() + (running.size() > 1 ? 1 : 0));
     const auto now = round(running);
     last_round = clock() - spent;
@@ -102,7 +102,7 @@ std::optional<Choice> choose(const Candidates& candidates, const Round& round, c
     medians[yardstick] = failed;
   }
   for (int judged = 0; judged < rules.most_judged; ++judged) {
-    // Where the incumbent is not sound itself, eager takes its place.
+    // An incumbent that is not sound gives its place to eager's way.
     const bool stays = incumbent < medians.size() && std::isfinite(medians[incumbent]);
     const size_t winner = winner_of(medians, stays ? incumbent : yardstick, rules);
     if (winner == medians.size() || !std::isfinite(medians[winner])) return std::nullopt;

@@ -1,7 +1,7 @@
 #pragma once
 
-// Which candidate is the fastest that is as exact as eager: timed in rounds, as clocks drift and
-// single timings lie, then judged from the fastest on.
+// Chooses the fastest candidate that is as exact as eager. Candidates are timed in rounds, because
+// clocks drift and single timings are disturbed; then they are judged, the fastest first.
 
 #include <algorithm>
 #include <cstddef>
@@ -12,20 +12,20 @@
 namespace fused::plans {
 
 struct TuningRules {
-  double budget_us = 200e3;   // of wall-clock time; asked between rounds
-  int least_rounds = 3;       // also when the budget is used up ...
-  double hard_factor = 1.25;  // ... unless they would take longer than so many times the budget
+  double budget_us = 200e3;   // wall-clock time; compared after each round
+  int least_rounds = 3;       // are run even if the budget is used up,
+  double hard_factor = 1.25;  // unless they would take more than this many budgets
   int most_rounds = 15;
-  double out_of_reach = 3;  // times the leader's best: timed no more, after a single round
-  double hopeless = 1.15;   // the same after two, of which the better counts: one may be disturbed
-  double steady_us =
-      200;  // laps so long vary little: hopeless after one, and two rounds are enough
-  double clear_lead = 0.02;  // below this part of its time the incumbent stays
-  double least_gain_us = 0.5;
-  int most_judged = 8;  // then eager's way is taken
+  double out_of_reach = 3;     // times the leader's best time: dropped after one round
+  double hopeless = 1.15;      // times it: dropped after two rounds, as one may be disturbed
+  double steady_us = 200;      // laps this long vary little: one round decides, and two are enough
+  double clear_lead = 0.02;    // the incumbent stays unless it is slower by this part of its time
+  double least_gain_us = 0.5;  // and by this many microseconds
+  int most_judged = 8;         // after that, eager's way is taken
 };
 
-// A call of few operations is soon over, while loading a kernel takes as long for any.
+// Small problems get a smaller share. It has a lower bound because loading a kernel takes the same
+// time for every size.
 inline double share_of_budget(double operations) {
   constexpr double all = 2e10, least = 0.15;
   return std::clamp(operations / all, least, 1.0);
@@ -36,23 +36,23 @@ struct Timings {
   int rounds = 0;
 };
 
-// One round: microseconds of each of the named candidates, in their order; infinity: it failed.
+// Times each of these candidates once and returns microseconds in their order, infinity for one
+// that failed.
 using Round = std::function<std::vector<double>(const std::vector<size_t>& candidates)>;
 using Clock = std::function<double()>;
 
-// The incumbent is timed as long as it runs at all: the others are compared with it.
+// The incumbent is timed in every round in which it runs, because the others are compared with it.
 Timings time_in_rounds(size_t candidates, size_t incumbent, const Round& round, const Clock& clock,
                        const TuningRules& rules);
 
-// failed: it does not run, or there is no memory to try it, now.
+// failed: it does not run now, or memory is short.
 enum class Verdict { sound, inexact, failed };
 using Judge = std::function<Verdict(size_t candidate)>;
 
 struct Candidates {
-  // Whether it may win. The others may be there for comparison.
-  std::vector<bool> eligible;
+  std::vector<bool> eligible;  // may win; the others are timed for comparison
   size_t incumbent;
-  size_t yardstick;  // eager's way; none: the number of candidates
+  size_t yardstick;  // eager's way, or the number of candidates if it is not among them
 };
 
 struct Choice {

@@ -1,6 +1,7 @@
 #pragma once
 
-// What is known of each product and convolution: the decision, the ways tried, when to try again.
+// A store holds, for each product or convolution, the decision, the results of trials, and the
+// number of calls until it is measured again.
 
 #include <algorithm>
 #include <atomic>
@@ -12,23 +13,25 @@
 
 namespace fused::plans {
 
-// Until something is decided anew, shared by all plans that were made meanwhile; null: never.
+// The number of calls until a problem is measured again. All plans made meanwhile share it; null
+// means that it is not measured again.
 using CallsLeft = std::shared_ptr<std::atomic<int64_t>>;
 
-// Of one problem. A verdict is about a way to do it, and holds for the process.
+// One problem's entry. A verdict judges one way to do the problem, and holds for the process.
 template <typename Decision, typename Way, typename Verdict>
 struct Known {
   std::optional<Decision> decision;
-  std::optional<Decision> by_rule;  // for want of one, so that all threads and captures do the same
+  std::optional<Decision> by_rule;  // used without a decision, so that all threads do the same
   std::map<Way, Verdict> verdicts;
   CallsLeft calls_left;
-  int failures = 0;  // to decide it
+  int failures = 0;  // times in a row that measuring failed
 
   bool is_due() const { return calls_left && calls_left->fetch_sub(1) <= 0; }
   CallsLeft decide_in(int64_t calls) {
     return calls_left = std::make_shared<std::atomic<int64_t>>(calls);
   }
-  // Tries again ever later, as memory was short; `meanwhile` goes until then.
+  // Measures again later, as memory was short; each failure doubles the number of calls until then.
+  // `meanwhile` is used until then.
   CallsLeft decide_later(const std::optional<Decision>& meanwhile = {}) {
     if (meanwhile) decision = meanwhile;
     constexpr int64_t at_first = 64;
@@ -40,17 +43,17 @@ struct Known {
     calls_left.reset();
     failures = 0;
   }
-  // All but the verdicts, which no later look would change.
+  // Keeps the verdicts: trying again would give the same ones.
   void forget() { decision.reset(), by_rule.reset(), calls_left.reset(), failures = 0; }
 };
 
-// Shared between threads. What nothing was decided of makes room where it is full.
+// Threads share a store. When it is full, entries without a decision make room.
 template <typename Key, typename Known, typename Hash>
 class Store {
  public:
   explicit Store(size_t capacity) : capacity_(capacity) {}
 
-  // fn(what is known): of nothing, if that is nothing.
+  // Calls fn with the entry, or with an empty one.
   template <typename Fn>
   auto read(const Key& key, const Fn& fn) const {
     const std::lock_guard lock(mutex_);
@@ -59,7 +62,7 @@ class Store {
     return fn(it == entries_.end() ? nothing : it->second);
   }
 
-  // The same, to change it. Where there is no room the change is lost.
+  // Calls fn with the entry, which it may change. Without room for a new entry the change is lost.
   template <typename Fn>
   auto change(const Key& key, const Fn& fn) {
     const std::lock_guard lock(mutex_);
@@ -76,14 +79,14 @@ class Store {
   template <typename Fn>
   void each(const Fn& fn) {
     const std::lock_guard lock(mutex_);
-    refusals_ = 0;  // as fn may forget
+    refusals_ = 0;  // fn may have emptied entries
     for (auto& [key, known] : entries_) fn(key, known);
   }
 
  private:
   bool has_room_for(const Key& key) {
     if (entries_.size() < capacity_ || entries_.contains(key)) return true;
-    // Looked through for every call, a full store would cost each call its time.
+    // Searching a full store is slow, so it is searched once in `capacity_` refusals.
     const auto is_open = [](const auto& entry) { return !entry.second.decision; };
     if (refusals_++ % capacity_ == 0 && std::erase_if(entries_, is_open) > 0) refusals_ = 0;
     return entries_.size() < capacity_;

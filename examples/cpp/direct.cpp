@@ -45,7 +45,7 @@ struct Network : torch::nn::Module {
   }
 };
 
-// Of all parameters, where `grad` arrives for the output.
+// Computes the gradients of all parameters for the output's gradient `grad`.
 Gradients gradients(Network& network, const Tensor& output, const Tensor& grad) {
   network.zero_grad();
   output.backward(grad);
@@ -54,7 +54,7 @@ Gradients gradients(Network& network, const Tensor& output, const Tensor& grad) 
   return all;
 }
 
-// What autograd does, by hand: for an engine of your own.
+// Does autograd's work by hand, for an engine of your own.
 Gradients gradients_by_steps(Network& network, const Tensor& x, const Tensor& grad) {
   namespace steps = fused::steps;
   const c10::NoGradGuard no_grad;

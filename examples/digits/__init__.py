@@ -1,4 +1,4 @@
-"""What mnist.py needs beside its own lines.
+"""Data and networks for mnist.py.
 
 data.py       the images: scikit-learn's digits, or MNIST
 networks.py   the fused network and its plain twin, and the tutorial's loss

@@ -26,7 +26,7 @@ class Dataset:
     image_shape: tuple[int, int]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Dataset:
-        """The same data on `device`, with images of `dtype`."""
+        """Returns the data on `device`, with images of `dtype`."""
         return Dataset(
             self.title,
             self.train_images.to(device, dtype),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch_fused_linear import FusedMLP
 
 CLASSES = 10
-# What the tutorial's notebook 03_backpropagation prints for MNIST: the loss at the first batch and
+# Output of the tutorial's notebook 03_backpropagation for MNIST: the loss at the first batch and
 # at the last that it prints, and the accuracy. Ours differs in two things: the random numbers
 # behind the initial weights, and testing on all test images (the notebook drops the last 16).
 LAST_PRINTED = 220

@@ -1,4 +1,4 @@
-"""What the three examples share: processes, a model, data, training, and the comparison."""
+"""Shared by the three examples: processes, a model, data, training, and the comparison."""
 
 import os
 from collections.abc import Callable, Iterable

@@ -205,7 +205,7 @@ def test_a_graph_that_reads_a_sum_does_not_write_it(into):
     assert torch.equal(s.grad, torch.ones(8, 8))
 
 
-def test_what_a_graph_reads_is_told_by_addresses_on_the_cpu():
+def test_cpu_graphs_compare_addresses_of_their_inputs():
     """Also to a sum on a GPU, whose fake tensors know one device each."""
     with FakeTensorMode():
         grad, x, w = (torch.empty(*size, device="cuda") for size in ((3, 4), (3, 5), (4, 5)))
@@ -418,7 +418,7 @@ def other_data(p):
 
 
 def cleared_by_a_hook(p):
-    """Of a weight, which runs before its layer's bias has its gradient."""
+    """A weight's hook runs before its layer's bias has its gradient."""
     layer = p.model[2]
     layer.weight.register_post_accumulate_grad_hook(lambda _: layer.zero_grad(set_to_none=False))
     steps(p)
@@ -610,7 +610,7 @@ def test_threads_add_to_the_same_weights():
 
 
 def sum_of_eight(dtype, grad_dtype, accumulates, device, out=40):
-    """Of a layer's gradients; and the root mean squares of the weight's and the bias's errors."""
+    """A layer's gradients, and the root mean squares of the weight's and the bias's errors."""
     torch.manual_seed(3)
     layer = tfl.FusedLinear(48, out, dtype=dtype, device=device)
     layer.weight.grad_dtype = layer.bias.grad_dtype = grad_dtype
@@ -652,7 +652,7 @@ def test_fp32_sums_of_16_bit_gradients(make, device):
 def test_sums_are_at_most_as_wrong_as_torchs(dtype, grad_dtype, out, device):
     ours, error = sum_of_eight(dtype, grad_dtype, True, device, out)
     _, allowed = sum_of_eight(dtype, grad_dtype, False, device, out)
-    # Of a bias there are so few values that roundings fall better or worse by chance.
+    # A bias has so few values that roundings fall better or worse by chance.
     assert (error <= torch.tensor([1.1, 1.5]) * allowed).all()
     assert torch.equal(ours, sum_of_eight(dtype, grad_dtype, True, device, out)[0])
 

@@ -60,7 +60,7 @@ def test_policies_see_these_operators(op):
 
 
 @stacks
-def test_what_the_policy_keeps_is_not_computed_again(op):
+def test_tensors_that_the_checkpoint_policy_keeps_are_not_recomputed(op):
     def products_in_backward(**options):
         y = checkpoint(op.call, *op.case().leaves(), use_reentrant=False, **options)
         with Calls() as calls:

@@ -43,13 +43,13 @@ def test_forward_mode_and_batches(op, device):
 
 
 @ops.every_op
-def test_of_inputs_by_columns(op, device):
+def test_derivatives_of_inputs_by_columns(op, device):
     case = op.smooth_case((2, 3), 4, 5, device=device)
     leaves = [t.mT.contiguous().mT if t.dim() > 1 else t for t in case.inputs]
     assert gradcheck(op.call, [t.requires_grad_() for t in leaves], fast_mode=True)
 
 
-def test_of_the_step_that_stands_for_a_sharded_convolutions_backward():
+def test_derivatives_of_the_step_of_a_sharded_convolution():
     leaves = [torch.randn(4, 4, 3, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     step, options = torch.ops.fused._conv2d_backward, ([1, 1], [1, 1], [1, 1], 1, [True] * 3)
     assert gradcheck(lambda *tensors: step(*tensors, *options), leaves, fast_mode=True)
@@ -107,7 +107,7 @@ def test_batches_that_are_differentiated_again(op, device):
 
 @pytest.mark.parametrize("policy", ["auto", "cublaslt", "eager"])
 @ops.rows([op for op in ops.EVERY if op.label in ("relu", "relu low")])
-def test_of_zeros(op, policy, device):
+def test_derivatives_at_zero(op, policy, device):
     """ReLU's second derivative is zeros, and not nothing at all."""
     case, results = op.smooth_case(device=device), []
     for call in (op.call, op.eager):
@@ -148,7 +148,7 @@ def test_third_order_through_the_layers_below(upper, frozen, op, device):
 )
 @pytest.mark.parametrize("compiled", [(True, False), (False, True), (True, True)])
 def test_second_order_under_compiled_autograd(compiled, op, fresh_compiler):
-    """Of gradients asked for with create_graph, by some of the parameters or all."""
+    """Differentiates gradients made with create_graph by some of the parameters or all."""
     leaves = op.case().leaves()
 
     def around(is_compiled):

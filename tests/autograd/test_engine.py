@@ -1,4 +1,4 @@
-"""What the nodes owe torch's engine: which gradients, when, to whom, and what an error is."""
+"""The nodes in torch's engine: which gradients they return, when, to whom, and their errors."""
 
 import operators as ops
 import pytest
@@ -56,7 +56,7 @@ def backward_steps(call, case, wanted=None):
     return [(n.partition("::")[2], args) for n, args in pairs if n.startswith(kinds)]
 
 
-def test_what_runs_in_a_blocks_backward():
+def test_steps_of_a_blocks_backward():
     """One pass over memory; dx of two products is one sum; nothing for what is frozen."""
     op = ops.gated("apart", "silu", down=True, hidden=8)
     case = op.case((5,), 6, 4)

@@ -113,7 +113,7 @@ def test_a_write_to_what_is_kept_is_noticed():
         y.sum().backward()
 
 
-def test_what_is_kept_is_no_more_than_a_loop_of_torchs_keeps():
+def test_ensembles_keep_no_more_memory_than_a_loop():
     x, w, b = operands()
     x.requires_grad_(False)
     kept = []

@@ -39,7 +39,7 @@ def situation(name: str, **options):
 
 
 def watched(name: str, hook, layers=(0, 1, 2)) -> None:
-    """What `hook(outputs, k, see)` is shown counts as a result; a row for each layer k."""
+    """The values that `hook(outputs, k, see)` gets count as results; a row for each layer k."""
 
     def scenario(stack: Stack, k: int) -> list[Tensor | None]:
         seen, outputs = [], stack.outputs()

@@ -35,7 +35,7 @@ def parameters():
 
 @pytest.fixture(scope="module")
 def nearby():
-    """The same parameters but for their last two bits."""
+    """Parameters that differ in their last two bits."""
     return Parameters(MOVED)
 
 
@@ -96,7 +96,7 @@ def test_reentrant_checkpoints():
         assert_same_as_conditioned(got, want, moved, f"graph of seed {seed}:")
 
 
-def test_what_was_freed(parameters):
+def test_a_backward_through_a_freed_graph(parameters):
     """A backward that frees its graph, then one through what is left of it, for some inputs: where
     torch gives gradients they are ours, but where ours is one node and torch's are several."""
     given = 0

@@ -56,7 +56,7 @@ def test_torch_compile(compiled, backend, form, device, fresh_compiler):
 @pytest.mark.parametrize("form", ["layers", "blocks"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_autograd(backend, form, device, fresh_compiler):
-    """Of eager layers, of a compiled model, and none any more."""
+    """Compares eager layers, then a compiled model, then layers without compiled autograd."""
     model = network(form, device)
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
         check(model, form, device)

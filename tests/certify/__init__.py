@@ -1,1 +1,1 @@
-"""What the package is put through: `make certify`, part by part, each with a record."""
+"""The parts of `make certify`, each with a record."""

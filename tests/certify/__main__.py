@@ -76,7 +76,7 @@ class GivenUp(Exception):
 
 
 def results(part: parts.Part, options: argparse.Namespace, units: range) -> Iterator[parts.Found]:
-    """What the units give, one after the other; a process that a unit has ended is followed by
+    """Yields the units' findings in order; a process that a unit has ended is followed by
     another, which begins behind that unit."""
     command = [sys.executable, str(Path(__file__).parent), part.name]
     command += ["--seed", str(options.seed), "--device", options.device]
@@ -111,7 +111,7 @@ def results(part: parts.Part, options: argparse.Namespace, units: range) -> Iter
 
 
 def run(part: parts.Part, options: argparse.Namespace) -> bool:
-    """Whether the part found nothing wrong."""
+    """Returns whether the part found nothing wrong."""
     count = options.count or part.count or len(part.trial.units(options.device))
     asked = {"seed": options.seed, "count": count, "measured": options.measured}
     measured = "_measured" if options.measured else ""

@@ -97,14 +97,14 @@ class Problem:
         )
 
     def test(self, model: nn.Module) -> Callable[[], bool]:
-        """What ConfigFuzzer compiles and runs."""
+        """The function that ConfigFuzzer compiles and runs."""
         x = self.leaf()
         return lambda: self.is_right(model, x, model(x))
 
 
 # --- configurations ------------------------------------------------------------------------------
 
-# What is left as it is: options of other backends, of AOTInductor, of distributed training, of
+# Options that keep their values: of other backends, of AOTInductor, of distributed training, of
 # remote caches and of the compiler's own tests; names of files, folders and programs, none of which
 # a random word is; threads and processes; what takes no operators of others, or no plain layer.
 LEFT_ALONE = (
@@ -177,7 +177,7 @@ class Trial(parts.Trial):
     def wrong(
         self, problem: Problem, config: Config, is_ours: bool, replaced: Found | None = None
     ) -> str:
-        """What is wrong under a configuration: nothing, or words."""
+        """The fault under a configuration in words, or nothing."""
         fuzzer = fuzzer_of(problem, self.device, is_ours)
         out, err = (redirect(io.StringIO()) for redirect in (redirect_stdout, redirect_stderr))
         with out, err, torch.set_grad_enabled(problem.trains):

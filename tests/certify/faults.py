@@ -117,7 +117,7 @@ class Trial(parts.Trial):
         return [f"{name} was never called" for name in calls(device) if not met.get(name)]
 
     def fault(self, name: str, nth: int, yardstick: fuzz.Yardstick) -> Found:
-        """What the failure of the nth call leads to; nothing, if there is no nth call."""
+        """The result of a failure of the nth call; nothing if there is no nth call."""
         case = yardstick.case
         error, results = self.run(name, nth, case)
         if not self.reached:
@@ -175,7 +175,7 @@ def unclear(name: str, error: str) -> str:
 
 
 class MallInfo(ctypes.Structure):
-    """What malloc tells of itself (mallinfo2)."""
+    """malloc's own statistics (mallinfo2)."""
 
     _fields_ = (("sizes", 10 * ctypes.c_size_t),)
 

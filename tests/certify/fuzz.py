@@ -145,7 +145,7 @@ class Trial(parts.Trial):
 
 
 class Yardstick:
-    """What results of a case are judged by: eager's, the exact ones, and the scale of errors."""
+    """The results that a case is compared with: eager's, exact ones, and the scale of errors."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -165,7 +165,7 @@ class Yardstick:
 
 
 def judged(case: Case) -> Found:
-    """What a case has shown; see the module's text."""
+    """The findings of a case; see the module's text."""
     yardstick = Yardstick(case)
     try:
         mine = of_ours(case)
@@ -187,7 +187,7 @@ def judged(case: Case) -> Found:
 
 
 def judged_result(case: Case, name: str, a: Tensor, b: Tensor, c: Tensor, s: Tensor) -> Found:
-    """Of one result: ours, eager's, the exact one, and the scale of its errors."""
+    """Compares one result: ours, eager's, the exact one, and the scale of its errors."""
     if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
         text = f"{name} is {a.dtype} {tuple(a.shape)}, {b.dtype} {tuple(b.shape)}"
         return {"failures": [text]}
@@ -223,7 +223,7 @@ def either_is_right(mine: Tensor, theirs: Tensor, exact: Tensor, scale: Tensor) 
 
 
 def eager_differs(case: Case) -> bool:
-    """Whether eager itself gives other bits, or numbers that are not finite, from call to call."""
+    """Returns whether eager gives other bits, or numbers that are not finite, from call to call."""
     first, _ = of_eager(case)
     for _ in range(20):
         leave_nan(case.x)
@@ -239,7 +239,7 @@ def bits(t: Tensor) -> bytes:
 
 
 def eager_reads_unwritten(seed: int, unit: int) -> bool:
-    """Whether eager alone, in processes of its own, gives other bits when the memory that it is
+    """Returns whether eager, in processes of its own, gives other bits when the memory that it is
     given is filled with another byte."""
     command = [sys.executable, str(Path(__file__).parent), "fuzz", "--device", "cpu"]
     command += ["--seed", str(seed), "--plain", str(unit)]
@@ -267,7 +267,7 @@ def loses_nan(case: Case) -> bool:
 def compared(
     mine: Tensor, theirs: Tensor, exact: Tensor, scale: Tensor, roundings: float = EXACT
 ) -> tuple[str, list]:
-    """What is wrong in words, or nothing; and what is added up over all cases."""
+    """A fault in words, or nothing; and the numbers that are added up over all cases."""
     count = mine.numel()
     if mine.dtype == torch.float64:
         exact = theirs.double()

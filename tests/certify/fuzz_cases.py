@@ -59,7 +59,7 @@ PRODUCTS, ACTIVATIONS = (F.linear, F.conv2d), (F.relu, F.gelu, F.silu)
 
 
 class Bare(TorchFunctionMode):
-    """Of absolute values, the scale of the errors: without the activations, whose slope is about 1
+    """Sums of absolute values, the errors' scale: without the activations, whose slope is about 1
     at most, but for the square."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -175,7 +175,7 @@ class Case:
 
     @property
     def is_systematic(self) -> bool:
-        """Whether each sum is of equal terms, whose roundings are all alike: no statistics."""
+        """Returns whether each sum has equal terms, whose roundings are alike: no statistics."""
         words = re.findall(r"(x|weight) same_(?:columns|everywhere)", self.words)
         return {"x", "weight"} <= set(words)
 
@@ -184,7 +184,7 @@ class Case:
         return max((w[:1].numel() for w in self.tensors[1:]), default=1)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Layer]]:
-        """The same calls on other tensors."""
+        """Returns the same calls on other tensors."""
         left = iter(tensors)
         return next(left), [
             Layer(layer.op, [None if t is None else next(left) for t in layer.tensors])

@@ -28,12 +28,12 @@ class Trial:
 
     @staticmethod
     def verdict(found: Found, device: str) -> list[str]:
-        """What is wrong with the sum, beside the failures of single units."""
+        """Faults of the sum, beside the failures of single units."""
         return []
 
     @staticmethod
     def environment() -> dict[str, str]:
-        """What the process needs from its start on."""
+        """Environment variables that the process needs from its start on."""
         return {}
 
 

@@ -120,7 +120,7 @@ def bad(record: dict) -> bool:
 
 
 def lines(record: dict) -> list[str]:
-    """What a reader of the terminal wants to know."""
+    """The record's summary for a terminal."""
     head = f"{record['part']}: {record['done']} {record['unit']} in {record['seconds']:.0f} s"
     found = [f"{head}, {record['failed']} failed, {len(record['crashed'])} crashed"]
     found += [f"  {unit}: the process ended by {how}" for unit, how in record["crashed"].items()]

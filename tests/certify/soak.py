@@ -31,7 +31,7 @@ GROWTH = 16 << 20  # bytes that may come on top between the first third of the r
 
 
 def plain_model(choice: random.Random) -> nn.Sequential:
-    """Of linear layers and activations, as `nn.Sequential` has them."""
+    """Makes an `nn.Sequential` of linear layers and activations."""
     widths = [choice.randrange(1, 96) for _ in range(choice.randrange(2, 6))]
     layers: list[nn.Module] = []
     for k in range(len(widths) - 1):

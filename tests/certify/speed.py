@@ -40,7 +40,7 @@ class Trial(parts.Trial):
 
 
 def judged(record: Record, again=gpu_gate.measured_again) -> Found:
-    """What looks slower is measured again, as in the gate of speed."""
+    """Measures again where ours looks slower, as the gate of speed does."""
     verdict = gpu_gate.judge([record], again)
     ratios = verdict["worst_ratios"]
     return {

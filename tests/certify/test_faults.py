@@ -13,7 +13,7 @@ from certify.test_record import certify
 
 @pytest.mark.skipif(not faults.compiler(), reason="needs a compiler for C++")
 def test_the_calls_of_plan_files_and_allocations_fail_one_by_one(tmp_path):
-    """Of plan files in unit 0, and in a few cases."""
+    """Plan files fail in unit 0, and allocations in a few cases."""
     certify("faults", "--count", 4, "--records", tmp_path)
     record = json.loads((tmp_path / "faults_cpu.json").read_text())
     assert record["found"]["failed calls"]["of the plan file"] >= 7
@@ -21,7 +21,7 @@ def test_the_calls_of_plan_files_and_allocations_fail_one_by_one(tmp_path):
 
 
 class Shim:
-    """In place of the library: an operator asks it whether this call fails."""
+    """Replaces the library: an operator asks it whether this call fails."""
 
     def __init__(self):
         self.first = self.seen = 0
@@ -106,7 +106,7 @@ def test_a_leak_is_what_only_failures_leave_behind(trial, grows, is_leak, monkey
     ],
     ids=["wrong", "unclear", "leak", "broken", "nothing"],
 )
-def test_what_a_fault_breaks_is_reported(trial, monkeypatch, on_failure, words):
+def test_damage_by_a_fault_is_reported(trial, monkeypatch, on_failure, words):
     def refused(y):
         raise RuntimeError("not enough memory")
 

@@ -90,7 +90,7 @@ def test_a_wrong_operator_is_reported(monkeypatch, change, words):
     assert any(words in text for text in found["failures"]), found["failures"][:5]
 
 
-def test_what_eager_gets_wrong_is_counted_and_no_yardstick(monkeypatch):
+def test_wrong_results_of_eager_are_counted_apart(monkeypatch):
     """Torch's convolution on a CPU is, in some layouts."""
     of_eager = fuzz.of_eager
     garbage = lambda case: ([t * 1e30 for t in of_eager(case)[0]], False)  # noqa: E731
@@ -128,7 +128,7 @@ def test_at_the_largest_number_infinity_is_as_right():
     assert either.tolist() == [True, True, False, False, False, False]
 
 
-def test_what_reads_memory_that_nobody_wrote_is_found_to_differ(monkeypatch):
+def test_reading_unwritten_memory_is_found(monkeypatch):
     case = next(c for k in range(50) for c in [fuzz_cases.Draw(1, k, "cpu").case()] if c.is_finite)
     assert not fuzz.eager_differs(case)
     sizes = [1 << k for k in range(6, 20)]  # some lie in memory that was filled just now
@@ -137,7 +137,7 @@ def test_what_reads_memory_that_nobody_wrote_is_found_to_differ(monkeypatch):
     assert fuzz.eager_differs(case)
 
 
-def test_what_reads_memory_that_nobody_wrote_is_found_in_another_process(tmp_path, monkeypatch):
+def test_reading_unwritten_memory_is_found_in_another_process(tmp_path, monkeypatch):
     assert not fuzz.eager_reads_unwritten(1, 3)
     environment = starting_with(
         tmp_path,

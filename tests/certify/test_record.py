@@ -12,7 +12,7 @@ PART = parts.Part("sample", "something", "tries", 10, "sample")
 
 
 def results(units, ends_at=None):
-    """What the units give, until one is interrupted; unit 2 is wrong."""
+    """Yields findings until a unit is interrupted; unit 2 is wrong."""
     for unit in units:
         if unit == ends_at:
             raise KeyboardInterrupt

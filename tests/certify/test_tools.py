@@ -83,7 +83,7 @@ def test_a_program_that_is_not_clean_is_reported(monkeypatch):
 
 
 @pytest.mark.parametrize("again, below", [(1.0, 0), (0.9, 1)])
-def test_what_is_slower_each_time_is_reported(again, below):
+def test_a_slowdown_in_every_run_is_reported(again, below):
     record = record_of(speed.drawn(1, 2), ours=100, eager=90)
     found = speed.judged(record, again=lambda case, name: again)
     assert (found["measured"], found["below"], len(found["failures"])) == (1, below, below)

@@ -35,7 +35,7 @@ SHAPES = [(300, 784, 150), (256, 193, 600), ((5, 103), 1000, 130), (2051, 389, 3
 
 
 def has_products() -> bool:
-    """Whether this is a machine on which oneDNN outruns the BLAS that PyTorch has."""
+    """Returns whether oneDNN is faster than PyTorch's BLAS on this machine."""
     info = Path("/proc/cpuinfo")
     intel = not info.exists() or "GenuineIntel" in info.read_text()
     capable = torch.backends.cpu.get_cpu_capability() == "AVX512"

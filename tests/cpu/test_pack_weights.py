@@ -37,7 +37,7 @@ def frozen(layer):
 
 
 def packs(dtype):
-    """Whether this processor has anything to gain from it."""
+    """Returns whether packing is faster on this processor."""
     tokens, inputs, outputs = SIZES[dtype]
     layer = frozen(tfl.FusedLinear(inputs, outputs, dtype=dtype))
     return "packed" in path(layer, torch.randn(tokens, inputs, dtype=dtype))
@@ -195,7 +195,7 @@ WITHOUT_A_TRACE = {
     "kind, mode",
     [(tfl.FusedLinearReLU, torch.no_grad), (tfl.FusedLinearGELU, torch.inference_mode)],
 )
-def test_of_a_weight_that_is_not_packed_nothing_outlives_a_call(kind, mode, change):
+def test_a_call_keeps_no_copy_of_an_unpacked_weight(kind, mode, change):
     layer, x = layer_and_input(FP32, kind)
     keys = list(layer.state_dict())
     with mode():
@@ -267,7 +267,7 @@ OTHERS = [tfl.FusedLinear, tfl.FusedLinearGELU, tfl.FusedLinearSiLU, None]
     [(ITSELF, {}), (ITSELF, {"foreach": True}), *((kind, FUSED) for kind in (ITSELF, *OTHERS))],
 )
 def test_a_weight_that_is_trained_again_is_no_longer_packed(dtype, kind, options):
-    """Whoever trains it, also torch's own layer (None), and although a fused optimizer writes
+    """Any layer may train it, also torch's own (None), and although a fused optimizer writes
     without a trace."""
     layer, x = packed_layer(dtype)
     other = layer.to_linear()
@@ -290,7 +290,7 @@ def test_a_weight_that_is_trained_again_is_no_longer_packed(dtype, kind, options
     assert_right(layer, x)
 
 
-def test_what_is_asked_for_again_is_packed_anew(dtype):
+def test_packing_again_makes_a_new_copy(dtype):
     """After a write that torch does not count, and a step that our layer has not seen."""
     layer, x = packed_layer(dtype)
     layer.weight.data.mul_(2)

@@ -1,6 +1,6 @@
 #pragma once
 
-// What the C++ tests share: EXPECT, TEST, and a main that runs and names the test that it is given,
+// Shared by the C++ tests: EXPECT, TEST, and a main that runs and names the test that it is given,
 // or "all", and exits with 1 where one fails.
 
 #include <cstdio>

@@ -24,7 +24,7 @@ double gelu_slope(double z) {
   return (gelu(z + h) - gelu(z - h)) / (2 * h);
 }
 
-// What cuBLASLt does with a problem, on the CPU and in double: column-major throughout, straight
+// Computes a problem as cuBLASLt does, on the CPU and in double: column-major throughout, straight
 // from the library's documentation. Our mapping of torch's matrices is held against it.
 void matmul(const Problem& p, const Operands& operands) {
   const auto* a = static_cast<const double*>(operands.a);

@@ -33,7 +33,7 @@ TEST(what_was_decided_stays) {
   store.change(2, [](auto& known) { known.by_rule = 20; });
   store.change(3, [](auto& known) { known.verdicts[0] = Verdict::sound; });
   EXPECT(!store.is_full_for(1) && decided(store, 1) == 10);
-  // What nothing was decided of makes room.
+  // Entries without a decision make room.
   decide(store, 4, 40), decide(store, 5, 50);
   EXPECT(store.read(2, [](const auto& known) { return !known.by_rule; }));
   EXPECT(decided(store, 1) == 10 && decided(store, 4) == 40 && decided(store, 5) == 50);
@@ -47,7 +47,7 @@ TEST(what_was_decided_stays) {
     ++count;
   });
   EXPECT(count == 3 && !decided(store, 1));
-  // What is wrong stays so, until its room is needed.
+  // A verdict stays until its room is needed.
   EXPECT(store.read(1, [](const auto& known) { return known.verdicts.at(7); }) == Verdict::inexact);
   EXPECT(!store.is_full_for(6) && store.read(1, [](const auto& k) { return k.verdicts.empty(); }));
 }
@@ -148,7 +148,7 @@ TEST(text_comes_back) {
       EXPECT(summary(p, d).find(s.name) != std::string::npos);
     }
   }
-  // What all of these have by default.
+  // The defaults of all of these.
   auto p = problem_of(Pass::fprop, Activation::relu);
   auto& g = p.matmul;
   g.math = Math::tf32, g.split_k = SplitK::forbidden;
@@ -313,7 +313,7 @@ TEST(other_machines_plans_do_not_apply_and_stay) {
   }
   EXPECT(read_plan_file("file").size() == 2 + 3 * 3);
 
-  // What an older version has made is refused.
+  // A file of an older version is refused.
   put("old", with_checksum("torch_fused_linear plans 3\ngpu GPU A\ncublaslt 130100\n"));
   for (const char* path : {"old", "/dev/zero"}) {
     EXPECT(contains(error_of([=] { read_plan_file(path); }), "no file of plans that this version"));
@@ -338,7 +338,7 @@ TEST(processes_share_a_file) {
   write_plans("shared", mine);
   EXPECT(read_plans("shared") == mine);
 
-  // What is damaged is not written over unasked, and stays as it is.
+  // A damaged file stays as it is, and is not overwritten unasked.
   put("shared", "damaged");
   EXPECT(!error_of([&] { write_plans("shared", mine, true); }).empty());
   EXPECT(content("shared") == "damaged");

@@ -30,7 +30,7 @@ TEST(every_problem_has_a_way) {
       if (!applies(p, s)) continue;
       ways.push_back(&s);
       EXPECT(s.pass == p.pass);
-      // What ATen cannot do is written by the library, and the other way round.
+      // The library does what ATen cannot do, and the other way round.
       if (s.provider == Provider::cublaslt) EXPECT(!objection(matmul_of(p, s), library));
     }
     EXPECT(!ways.empty());
@@ -40,7 +40,7 @@ TEST(every_problem_has_a_way) {
     EXPECT(mask_is_written || (fallback.provider != Provider::cublaslt && applies(p, fallback)));
     const auto& eager = eager_of(p, with_hopper);
     EXPECT(mask_is_written || (eager.provider != Provider::cublaslt && applies(p, eager)));
-    // What is asked for is done, and once: the activation, the bias.
+    // Activation and bias are applied once.
     for (const auto* s : ways) {
       const bool activation = s->fuses_activation || has_step(*s, Step::own_activation) ||
                               has_step(*s, Step::own_one_pass) ||
@@ -48,7 +48,7 @@ TEST(every_problem_has_a_way) {
                               has_step(*s, Step::aten_gradient) || has_step(*s, Step::own_gating) ||
                               has_step(*s, Step::aten_gating) || has_step(*s, Step::own_glu) ||
                               has_step(*s, Step::aten_glu) || has_step(*s, Step::layers);
-      // Of a gated layer's two products both are done.
+      // Both products of a gated layer are done.
       EXPECT((p.pass == Pass::glu && !s->fuses_activation) == has_step(*s, Step::matmul_up));
       EXPECT(p.activation == Activation::none || activation);
     }
@@ -76,7 +76,7 @@ TEST(every_pass_has_one_fallback_and_one_eager) {
       const bool both = s.role == Role::eager_fallback;
       fallbacks += both || s.role == Role::fallback;
       eagers += both || s.role == Role::eager;
-      // What is left when the library fails needs none.
+      // The fallbacks need no library.
       if (s.role != Role::candidate) EXPECT(s.provider != Provider::cublaslt);
       if (s.role == Role::eager) EXPECT(s.provider == Provider::aten);
     }
@@ -324,7 +324,7 @@ struct Track {
     const auto choice = choose(candidates, round(), clock(), judge, {});
     return choice ? choice->winner : speeds.size();
   }
-  // Of those that are sound, all if nothing is said.
+  // `verdicts` says which are sound; without it, all are.
   size_t winner(size_t incumbent, std::vector<Verdict> verdicts = {}) {
     verdicts.resize(speeds.size(), Verdict::sound);
     return winner({std::vector<bool>(speeds.size(), true), incumbent, speeds.size()},
@@ -488,7 +488,7 @@ TEST(the_guard_is_certain) {
       refused += !is_as_exact(drawn(random, 0.013, count), eager);
       accepted += is_as_exact(drawn(random, 0.01, count), eager);
     }
-    // Of few elements less can be told: then nobody is refused by chance.
+    // Few elements say less, so nothing is refused by chance.
     EXPECT(accepted == 100 && (refused == 100 || count < 2048));
   }
 }

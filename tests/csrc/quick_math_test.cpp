@@ -148,7 +148,8 @@ void add(TrialErrors& errors, double difference, double unit) {
   ++errors.elements.count;
 }
 
-// Whether a trial of a forward, or of a gradient, takes a kernel's function for as exact as eager.
+// Returns whether a trial of a forward, or of a gradient, finds a kernel's function as exact as
+// eager.
 template <typename T, Activation activation, typename Function>
 bool is_taken(unsigned seed, bool forward) {
   constexpr int samples = 4096, inner = 64;

@@ -38,7 +38,7 @@ struct Rows {
       for (int c = 0; c < cols; ++c) at(r, c) = T(static_cast<float>(int(random() % 3) - 1));
     }
   }
-  // Whether no other elements than those of the rows are numbers.
+  // Returns whether only the rows' elements are numbers.
   bool is_whole() {
     size_t numbers = 0;
     for (auto value : memory) numbers += !std::isnan(static_cast<float>(value));

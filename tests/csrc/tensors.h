@@ -1,6 +1,6 @@
 #pragma once
 
-// What the C++ tests with tensors share. They run on one thread, from the same random state.
+// Helpers for the C++ tests with tensors, which run on one thread from the same random state.
 
 #include "expect.h"
 #include "fused_linear.h"

@@ -102,7 +102,7 @@ TEST(fork_after_use) {
   EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 
-// What a call decides by the policy it decides alike, though another thread switches meanwhile.
+// A call sees one policy, though another thread changes it meanwhile.
 TEST(policy_is_read_once) {
   using fused::Policy, fused::HeldPolicy;
   const auto before = fused::policy();

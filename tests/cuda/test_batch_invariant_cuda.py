@@ -57,7 +57,7 @@ def operators(dtype, inner, outer, activation, bias, memory, draw):
 
 
 def placed(rows, how):
-    """The same values elsewhere in memory: rows further apart, at an odd address, by columns."""
+    """Returns the values elsewhere in memory: rows further apart, at an odd address, by columns."""
     if how == "apart":
         room = rows.new_full((rows.shape[0], rows.shape[1] + 24), float("nan"))
         return room[:, : rows.shape[1]].copy_(rows)

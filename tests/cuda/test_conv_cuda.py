@@ -124,7 +124,7 @@ def test_misaligned_tensors(last):
 
 @contextmanager
 def in_place_of_cudnns(call):
-    """Whoever asks torch for cuDNN's fused form gets `call`."""
+    """Replaces cuDNN's fused form in torch by `call`."""
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that something is overridden
@@ -146,7 +146,7 @@ def times_as_inexact(factor):
 
 
 def six_bits(x, w, b, *options):
-    """Of the mantissa: bf16 has one more."""
+    """Keeps six bits of the mantissa; bf16 has one more."""
     result = F.relu(F.conv2d(x, w, b, *options)).float()
     return (result.view(torch.int32) & ~(2**17 - 1)).view(torch.float32).to(x.dtype)
 

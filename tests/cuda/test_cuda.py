@@ -163,7 +163,7 @@ def test_device_of_the_tensors_and_not_the_current_one(op):
 
 
 def blocks(size):
-    """What the caching allocator takes for so many bytes."""
+    """The bytes that the caching allocator takes for so many."""
     return -(-size // 512) * 512
 
 

@@ -43,7 +43,7 @@ def is_ours(plan):
 
 
 def forced(step, folder, order=0):
-    """What step gives when all it can be done by our own products is."""
+    """The results of step if our own products do all that they can."""
     return run_forced(step, folder, "hopper", is_ours, order)
 
 
@@ -265,7 +265,7 @@ def test_rows_apart_and_at_offsets(activation, tmp_path):
 
 @pytest.mark.parametrize("activation", two_layers.ACTIVATIONS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
-def test_what_is_not_finite_and_exact_zeros(activation, value, tmp_path):
+def test_nan_infinity_and_exact_zeros(activation, value, tmp_path):
     block = with_values(two_layers.Block(133, 64, 136, 64, torch.bfloat16, activation), value)
     got, _ = forced(block.step, tmp_path)
     two_layers.assert_near_eagers(got, block)

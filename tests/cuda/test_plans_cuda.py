@@ -152,7 +152,7 @@ def test_warmup_before_a_capture():
 
 
 def test_a_capture_pins_nothing():
-    """What a thread captures by its neighbour's plan, or by rule, it measures afterwards."""
+    """A thread that captured by a neighbour's plan, or by rule, measures afterwards."""
     cases = [LINEAR.case(tokens, 64, 64, torch.bfloat16, "cuda").inputs for tokens in (1024, 500)]
     alone = LINEAR.case(384, 64, 72, torch.bfloat16, "cuda").inputs
     torch.mm(cases[0][0], cases[0][1].t())
@@ -224,7 +224,7 @@ def test_measuring_leaves_no_trace():
 
 
 def test_the_order_of_the_stream_is_kept():
-    """What is measured reads the operands after whoever writes them, and nobody's result early."""
+    """Measuring waits for the kernels that write the operands, and reads no result early."""
     x = torch.zeros(2048, 512, device="cuda")
     w, b = torch.ones(256, 512, device="cuda"), torch.zeros(256, device="cuda")
     side = torch.cuda.Stream()
@@ -242,7 +242,7 @@ def test_infinities_and_zeros_do_not_disturb():
     w, b = torch.zeros(64, 64, device="cuda", dtype=torch.float16), torch.zeros_like(x[0])
     assert tfl.linear_relu(x, w, b).isnan().all()
     assert (tfl.linear_gelu(torch.zeros_like(x), w, b) == 0).all()
-    # What is sound is found out with other operands.
+    # Trials use other operands.
     assert len(lines("measured")) == 2
 
 

@@ -43,7 +43,7 @@ def built(cuda):
 
 
 def forced(step, folder, chains="layers"):
-    """What step gives when all its products are done by our small kernels, layers in a chain one by
+    """The results of step if our small kernels do all its products, layers in a chain one by
     one, or in one launch."""
 
     def takes(plan):
@@ -109,7 +109,7 @@ def test_rows_of_any_length_at_any_address(gap, offset, dtype, tmp_path):
 
 @pytest.mark.parametrize("activation", two_layers.ACTIVATIONS)
 def test_operands_that_are_copied_first(activation, tmp_path):
-    """What waits for a launch that is shared must still be there when it comes."""
+    """Operands of a deferred product must live until the shared launch."""
     block = two_layers.Block(130, 40, 24, 16, torch.bfloat16, activation)
     block.place(lambda t: torch.stack([t, torch.zeros_like(t)], -1)[..., 0])
     got, paths = forced(block.step, tmp_path)
@@ -121,7 +121,7 @@ def test_operands_that_are_copied_first(activation, tmp_path):
 @pytest.mark.parametrize("dtype", BOTH_KINDS, ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
 @pytest.mark.parametrize("activation", two_layers.ACTIVATIONS)
-def test_what_is_not_finite_and_exact_zeros(activation, value, dtype, tmp_path):
+def test_nan_infinity_and_exact_zeros(activation, value, dtype, tmp_path):
     block = two_layers.Block(100, 40, 24, 16, dtype, activation)
     with torch.no_grad():
         block.x[3, 5] = block.weights[1][2, 1] = value
@@ -158,7 +158,7 @@ class Deep(two_layers.Block):
             tensor.requires_grad_()
 
     def results_of(self, run):
-        """Of each input, one behind the other, with no wait between them."""
+        """Runs each input, one after the other, with no wait between them."""
         results = []
         for x in self.inputs:
             with torch.no_grad():
@@ -224,7 +224,7 @@ def test_networks_in_one_launch(sizes, dtype, tmp_path):
     assert_bits(*in_bytes)
 
 
-def test_what_a_network_does_is_measured():
+def test_a_network_in_one_launch_is_measured():
     Deep(1, torch.float32).step()
     (line,) = [line for line in plans.show().splitlines() if line.startswith("chain")]
     assert "256x64x64x64x64: " in line and "eager" in line

@@ -1,4 +1,4 @@
-"""What a trial must see before a way is taken, and what must not reach the call that it is for."""
+"""A trial finds wrong results before a plan is used, and its failures do not reach the call."""
 
 import cpp_programs
 import processes
@@ -79,7 +79,7 @@ def test_activations_are_exact_where_they_are_flat(op, dtype, way, tmp_path):
 @pytest.mark.parametrize("op", OPS, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_passes_as_in_eager(op, dtype, value):
+def test_nan_and_infinity_pass_as_in_eager(op, dtype, value):
     for tokens in (300, 1):
         for which in range(3):
             case = LINEAR.case(tokens, 64, 128, dtype, "cuda")
@@ -136,7 +136,7 @@ extern "C" cudaError_t cudaMalloc(void** pointer, std::size_t bytes) {
   std::fprintf(stderr, "refused\\n");
   return cudaErrorMemoryAllocation;
 }
-// What a trial begins with fails.
+// A trial's first call fails.
 extern "C" cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t s) {
   using Real = cudaError_t (*)(void*, int, std::size_t, cudaStream_t);
   static auto* real = (Real)real_one(CUDART, "cudaMemsetAsync");
@@ -172,7 +172,7 @@ def test_plans_from_a_file_are_judged_before_they_are_used(unfaithful, budget, t
     assert_same(got, want)
 
 
-def test_what_runs_at_one_end_of_its_token_counts_is_not_taken(unfaithful, tmp_path):
+def test_a_plan_that_runs_at_one_end_of_its_bucket_is_not_taken(unfaithful, tmp_path):
     _, _, want = run_step(tmp_path / "a", TORCH_FUSED_LINEAR_POLICY="eager")
     variables = {**unfaithful("end"), "TORCH_FUSED_LINEAR_POLICY": "cublaslt"}
     out, _, got = run_step(tmp_path / "b", **variables)

@@ -21,7 +21,7 @@ def mesh_of(shape):
 
 
 def mine(cases, mesh):
-    """What the ranks of this mesh check, where there are several such meshes."""
+    """The cases for the ranks of this mesh if there are several such meshes."""
     return cases[dist.get_rank() // mesh.size() :: dist.get_world_size() // mesh.size()]
 
 

@@ -1,4 +1,4 @@
-"""What the ranks run to compare arrangements of torch.distributed with a single process."""
+"""Functions that the ranks run to compare arrangements of torch.distributed with one process."""
 
 import contextlib
 import os
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 def model_of(kind, blocks=2, dtype=torch.float64, activation="gelu_tanh"):
-    """The same parameters on every rank, whatever the kind."""
+    """A model with equal parameters on every rank, whatever the kind."""
     torch.manual_seed(7)
     model = nn.Sequential(*(Block(kind, activation) for _ in range(blocks)))
     model = model.to(dtype=dtype, device=device_type())
@@ -65,7 +65,7 @@ def model_of(kind, blocks=2, dtype=torch.float64, activation="gelu_tanh"):
 
 
 def batch(step, rank=None, ranks=1, dtype=torch.float64):
-    """Of all ranks, or one rank's part."""
+    """The batch of all ranks, or one rank's part."""
     generator = torch.Generator().manual_seed(step)
     drawn = torch.randn(2, 8, 4, WIDTH, generator=generator, dtype=torch.float64)
     x, y = drawn.to(dtype=dtype, device=device_type())
@@ -120,7 +120,7 @@ def assert_same(got, want, mean_losses=False, **tolerance):
 
 
 def ran(report):
-    """What ran of each operator, on what this rank holds."""
+    """The operators that ran on this rank's part, with shapes and paths."""
     return [(call.operator, call.shapes, call.path) for call in report.calls]
 
 
@@ -210,7 +210,7 @@ def unsynchronised(model):
     return accumulate
 
 
-# What is given to DDP and to FSDP2.
+# Options of DDP and FSDP2.
 DDP = {
     "ddp": {},
     "ddp views": {"gradient_as_bucket_view": True},
@@ -367,7 +367,7 @@ class Own(ColwiseParallel):
 
 
 def hooks_around_layers():
-    """What runs of a layer and ReLU after ``fuse_``, and that it is what ran before."""
+    """The operators that a layer and ReLU run after ``fuse_``; the results are those before it."""
     mesh = mesh_of((4,))
     whole = {"input_layouts": Replicate(), "output_layouts": Replicate()}
     by_column = ("fused", "watched before", "watched after", "with keywords")

@@ -1,4 +1,4 @@
-"""What the ranks run for plans.broadcast; without a GPU files stand for plans."""
+"""Functions that the ranks run for plans.broadcast; without a GPU files stand for plans."""
 
 from unittest import mock
 
@@ -11,7 +11,7 @@ from torch_fused_linear import plans
 
 
 def travels(group_ranks, source):
-    """What each rank read, in which order it forgot and read, and its own file."""
+    """The file that each rank read, the order in which it forgot and read, and its own file."""
     group = None if group_ranks is None else dist.new_group(group_ranks)
     rank = dist.get_rank()
     if group_ranks is not None and rank not in group_ranks:
@@ -38,7 +38,7 @@ def travels(group_ranks, source):
 
 
 def fails():
-    """What each rank says where the source has no plans to save."""
+    """Each rank's error if the source has no plans to save."""
     try:
         plans.broadcast()
     except RuntimeError as failure:

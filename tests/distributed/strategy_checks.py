@@ -1,4 +1,4 @@
-"""What the ranks run to compare operators on sharded tensors with the whole computation."""
+"""Functions that the ranks run to compare operators on sharded tensors with one process."""
 
 import itertools
 from functools import partial
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import torch_fused_linear as tfl
 
 fused = torch.ops.fused
-# What makes their operators: that can be sent to the ranks.
+# The functions that make the operators; they can be sent to the ranks.
 LAYERS = {a: partial(linear, a) for a in ("none", *ACTS)}
 LAYERS |= {f"{a} low": partial(linear, a, memory="low") for a in ("relu", "gelu_tanh")}
 
@@ -93,7 +93,7 @@ def derivatives(make, sizes, placements):
 
 
 def communication():
-    """What a layer pair and the chain of it send, column and then row parallel."""
+    """The collectives of a pair of layers and of its chain, column and then row parallel."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     mesh = mesh_of((4,))

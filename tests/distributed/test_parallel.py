@@ -95,7 +95,7 @@ def test_fsdp_by_layer(kind, four):
 @pytest.mark.parametrize("how", ["ddp", "ddp views", "fsdp"])
 @pytest.mark.parametrize(("kind", "weights"), [("layers", 2), ("gated", 3)])
 def test_products_add_gradients(kind, weights, how, four):
-    """Of two blocks, in each second of four micro-batches."""
+    """The products of two blocks add gradients in every second of four micro-batches."""
     assert set(four.run(checks.adding, kind, how)) == {2 * weights * 2}
 
 

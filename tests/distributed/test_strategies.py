@@ -24,7 +24,8 @@ LOW = {"hidden": 8, "memory": "low"}
 block, low_block = partial(gated, hidden=8), partial(gated, down=True, **LOW)
 chain = partial(mlp, layers=3, widths=(8, 5))
 strided = partial(conv, out=8, stride=(2, 1), padding=(1, 1))
-# What makes an operator, the mesh, the sizes, of how many placements one is taken, how many are.
+# A function that makes an operator, the mesh and the sizes. One placement in so many is tried, the
+# fourth number; the fifth is how many placements that gives.
 PLACED = [
     *((LAYERS[a], TWO, EVEN, 1, 5 * 4 * 3) for a in ("none", "relu")),
     *((LAYERS[a], TWO, EVEN, 7, 9) for a in LAYERS if a not in ("none", "relu")),
@@ -55,7 +56,7 @@ WITHOUT_BIAS = [
 
 
 def test_every_operator_has_a_rule(four):
-    """Of those that make tensors of tensors; ``mlp`` is taken apart instead."""
+    """Every operator that returns tensors has a rule; ``mlp`` is taken apart instead."""
     made = set()
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, operator = name.partition("::")

@@ -1,4 +1,4 @@
-"""The same checks over NCCL, where there are two GPUs."""
+"""The checks of test_parallel.py and others over NCCL, on two GPUs."""
 
 from functools import partial
 

@@ -22,7 +22,7 @@ HIDDEN = [name for name in ACTS if name != "none"]
 
 
 def dequantised(values, dtype=E4M3):
-    """What is left of a tensor after its cast, in fp64."""
+    """The values of a tensor after its cast, in fp64."""
     largest = torch.finfo(dtype).max
     scale = (largest / values.abs().max().double().clamp_min(1e-12)).float()
     return (values.float() * scale).clamp(-largest, largest).to(dtype).double() / scale.double()

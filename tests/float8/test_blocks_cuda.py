@@ -77,7 +77,7 @@ def model_of(kind):
 
 
 def beside_torchao(model, x, grad):
-    """What torchao's layers give, and what the operator does."""
+    """The results of torchao's layers, and of the operator."""
     convert = pytest.importorskip("torchao.float8").convert_to_float8_training
     theirs = convert(copy.deepcopy(model))
     results = []
@@ -255,7 +255,7 @@ def test_compiled_in_one_graph(kind, fresh_compiler):
     assert_near(gradients(compiled(x), grad, *leaves), want, 4e-3)
 
 
-# Of a block with a hidden layer of four widths, beside what eager layers keep in bf16: a gated one
+# A block with a hidden layer of four widths, beside eager layers in bf16: a gated one
 # keeps two results and h in FP8, a ReLU bits in place of a result.
 @pytest.mark.parametrize("kind, most", [("relu", 0.62), ("gelu_tanh", 0.8), ("gated", 0.7)])
 def test_memory_kept_for_the_backward(kind, most):

@@ -55,7 +55,7 @@ def bits(tensor):
 
 
 def assert_same(got, expected):
-    """The same bits, or NaN, whose sign is nobody's promise."""
+    """Checks for equal bits, or NaN of either sign."""
     assert got.shape == expected.shape and got.dtype == expected.dtype
     assert torch.equal(bits(got), bits(expected)) or (got.isnan() & expected.isnan()).all()
 

@@ -170,7 +170,7 @@ def test_a_model_computes_what_torchao_does(name, dtype, tolerance):
 
 
 def test_emulated_products_are_a_reference_too():
-    """What torchao recommends where a GPU has no FP8."""
+    """torchao recommends emulation for GPUs without FP8."""
     model = Mlp()
     emulated, _, _ = converted(copy.deepcopy(model), emulate=True)
     _, fused, _ = converted(model)
@@ -281,7 +281,7 @@ def other(**options):
     return change
 
 
-# What somebody does to one layer after fuse_.
+# Changes of one layer after fuse_.
 CHANGES = {
     "powers of two": other(round_scales_to_power_of_2=True),
     "emulated": other(emulate=True),

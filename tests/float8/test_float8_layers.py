@@ -11,7 +11,7 @@ import torch_fused_linear as tfl
 
 fused = torch.ops.fused
 dtype_param = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-# Of a block: sums in another order may move a hidden value's cast to its neighbour, by 1/8 in e4m3
+# In a block, sums in another order may move a hidden value's cast to its neighbour, by 1/8 in e4m3
 # and by 1/4 in e5m2; the coarser the dtype, the more of them.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 8e-3, torch.float32: 4e-3}
 

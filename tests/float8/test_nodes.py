@@ -183,7 +183,7 @@ def kept_bytes(call, parameters):
 
 
 @pytest.mark.parametrize("activation", HIDDEN)
-def test_what_a_block_keeps(activation):
+def test_memory_a_block_keeps(activation):
     """Bytes an element: inputs and weights 1, hidden 2, of ReLU 1 and a bit."""
     rows, sizes = 256, (64, 256, 64)
     weights, biases = parameters(sizes, torch.bfloat16)
@@ -199,7 +199,7 @@ def test_what_a_block_keeps(activation):
 
 @pytest.mark.parametrize("activation", HIDDEN)
 @pytest.mark.parametrize("is_stacked", [False, True], ids=["apart", "stacked"])
-def test_what_a_gated_block_keeps(activation, is_stacked):
+def test_memory_a_gated_block_keeps(activation, is_stacked):
     """Bytes an element: inputs and weights 1, gate and up 2 each, what goes into down none."""
     rows, features, hidden = 512, 64, 176
     (gate, down), _ = parameters((features, hidden, features), torch.bfloat16)

@@ -79,7 +79,7 @@ def counts(found: list[dict]) -> dict[str, int]:
 
 
 def fuse_hash() -> str:
-    """Of the code that the record speaks for."""
+    """Hashes the code that the record is about."""
     files = sorted((HERE.parents[1] / "torch_fused_linear" / "fuse").rglob("*.py"))
     return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:16]
 

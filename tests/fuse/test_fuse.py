@@ -99,7 +99,7 @@ def test_a_dry_run_says_the_same_and_changes_nothing():
     assert len(said.fused) == 2 and {said} == {tfl.fuse_(model)}, "equal, and of one hash"
 
 
-def test_what_is_fused_is_said_of_parts_and_copies():
+def test_is_fused_of_parts_and_copies():
     model = nn.Sequential(chain(), chain())
     assert not tfl.is_fused(model)
     tfl.fuse_(model)
@@ -120,7 +120,7 @@ def test_a_watched_layer_beside_one_that_is_not():
     assert len(seen) == 1 and seen[0] < 0, "what comes before the activation"
 
 
-def test_what_fuse_did_not_make_is_left_as_it_is():
+def test_unfuse_leaves_other_changes_alone():
     for model in (
         nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Conv1d(1, 1, 1), nn.ReLU()),
         nn.Sequential(tfl.FusedMLP(4, 5, 6)),
@@ -239,7 +239,7 @@ def test_filter_fn_is_asked_once_for_every_layer_that_is_to_change():
     assert all(model.get_submodule(name) is module for name, module in asked)
 
 
-def test_what_filter_fn_refuses_stays():
+def test_layers_that_filter_fn_refuses_stay():
     model = chain()
     report = tfl.fuse_(model, lambda name, module: name != "2")
     assert operators(model, *X) == ["linear_relu"]

@@ -1,4 +1,4 @@
-"""What is decided when a fused call runs: one table, to which C and Python are held alike."""
+"""The decisions of a fused call: one table for the code in C and that in Python."""
 
 import functools
 import operator
@@ -165,7 +165,7 @@ ACTIVATIONS = {
 
 
 def outcome(function):
-    """What it gives, or the error that it raises."""
+    """The result, or the error that it raises."""
     try:
         return function()
     except Exception as error:
@@ -312,14 +312,14 @@ def test_convolutions_with_something_between(name, between):
 
 @pytest.mark.parametrize("name, value", LATER, ids=str)
 @pytest.mark.parametrize("padding", ["same", 1])
-def test_what_is_set_on_a_convolution_later_is_taken_as_torch_takes_it(name, value, padding):
+def test_attributes_set_on_a_convolution_later_work_as_in_torch(name, value, padding):
     convolution = of(nn.Conv2d, 1, 2, 3, padding=padding)
     setattr(convolution, name, value)
     want = outcome(lambda: F.relu(convolution(IMAGE)))
     assert_alike(outcome(lambda: in_code.nested(F.relu, convolution, IMAGE)), want)
 
 
-# What squares the result of ReLU, with the exponent if it takes one, and what runs.
+# Functions that square ReLU's result, with the exponent if they take one, and the operator.
 SQUARES = {
     "method": (plain.METHODS["square"], (), "linear_relu2"),
     "torch.square": (torch.square, (), "linear_relu2"),

@@ -1,4 +1,4 @@
-"""What is done to a model before and after fuse_ has the meaning that it has in plain torch.
+"""Changes of a model before and after fuse_ mean what they mean in plain torch.
 
 What C refuses is asked of Python, so that both are held to what they accept.
 """
@@ -99,7 +99,7 @@ def image():
         (image, lambda net: setattr(net[0], "weight", nn.Parameter(X[0][:3, :3].view(1, 1, 3, 3)))),
     ],
 )
-def test_what_a_layer_reads_when_it_runs_may_change(make, change):
+def test_attributes_that_a_layer_reads_may_change(make, change):
     model, plain = pair(make)
     change(model), change(plain)
     assert_runs_the_same(model, plain, X[0][None] if make is image else X[0], "changed")

@@ -1,4 +1,4 @@
-"""Whoever looks at classes, functions, files and stacks sees what is there without fuse_."""
+"""Classes, functions, files and stacks look as they do without fuse_."""
 
 import copy
 import importlib

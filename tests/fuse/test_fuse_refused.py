@@ -1,4 +1,4 @@
-"""What fuse_ leaves alone, byte for byte, and the reason that it gives."""
+"""Code that fuse_ leaves alone, byte for byte, and the reason that it gives."""
 
 import copy
 import functools
@@ -34,7 +34,7 @@ def changed(change, name="0", make=pair):
 
 
 class Branching(nn.Module):
-    """What the activation reads is read by another as well."""
+    """Another module reads the activation's input as well."""
 
     def __init__(self, norm):
         super().__init__()

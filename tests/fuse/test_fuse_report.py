@@ -1,4 +1,4 @@
-"""What fuse_ says about its work: lists, a table, a picture."""
+"""The report of fuse_: lists, a table, a picture."""
 
 import doctest
 import linecache

@@ -61,7 +61,7 @@ def test_a_write_behind_a_product_stays_behind_it(form):
     torch.testing.assert_close(scripted(X.clone()), plain(X.clone()))
 
 
-def test_what_lies_in_a_block_of_autocast_is_left_alone():
+def test_calls_in_a_block_of_autocast_are_left_alone():
     plain = Cast()
     scripted = torch.jit.script(plain)
     (skipped,) = tfl.fuse_script_(scripted).skipped
@@ -126,7 +126,7 @@ def test_every_method_is_fused():
 
 
 def test_autocast_around_the_call():
-    """Of one of two modules of a class: the other stays as it is."""
+    """One of two modules of a class changes, and the other stays as it is."""
     scripted, plain = torch.jit.script(Plain()), torch.jit.script(Plain())
     scripted.load_state_dict(plain.state_dict())
     tfl.fuse_script_(scripted)

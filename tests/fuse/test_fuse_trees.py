@@ -75,7 +75,7 @@ def number_of_blocks(seed, folder, monkeypatch):
 
 
 def assert_much_was_compared(blocks):
-    """Of trees without blocks, and systems that refuse the plain model, there are few."""
+    """Few trees have no blocks, and few systems refuse the plain model."""
     assert sum(max(n, 0) for n in blocks) >= len(blocks)
     assert sum(n < 0 for n in blocks) <= len(blocks) / 8
 

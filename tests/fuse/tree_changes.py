@@ -1,4 +1,4 @@
-"""What may be done to a model before or after ``fuse_``; each change works by seed on any model."""
+"""Changes of a model before or after ``fuse_``; each works by seed on any model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 from tree_parts import Lora, LoudGELU, LoudReLU, Positive, Wrapped
 
-# What hooks saw, in order; cleared before every run of a model.
+# The values that hooks saw, in order; cleared before every run of a model.
 LOG: list = []
 
 ACTIVATION_MODULES = (nn.ReLU, nn.GELU, nn.ReLU6, nn.SiLU)
@@ -151,7 +151,7 @@ def tied(rng: random.Random, model: nn.Module) -> None:
 
 
 def place(rng: random.Random, model: nn.Module, kinds) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Of a module of these kinds: its parent, name and itself; none where there is no such."""
+    """Parent, name and module of one of these kinds; none if there is no such module."""
     pairs = [(parent, pair) for parent in model.modules() for pair in parent._modules.items()]
     found = [(parent, *pair) for parent, pair in pairs if isinstance(pair[1], kinds)]
     return [rng.choice(found)] if found else []
@@ -284,7 +284,7 @@ def apply(changes: list[tuple[str, int]], model: nn.Module) -> None:
             CHANGES[name][0](random.Random(seed), model)
 
 
-# What is changed outside the model ---------------------------------------------------------------
+# Changes outside the model -----------------------------------------------------------------------
 
 
 @contextlib.contextmanager

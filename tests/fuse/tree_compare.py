@@ -19,7 +19,7 @@ import torch_fused_linear as tfl
 
 @dataclass
 class Outcome:
-    """What a run gave: named tensors, what hooks saw, and what was raised where."""
+    """The results of a run: named tensors, values that hooks saw, and exceptions."""
 
     values: dict[str, Tensor | None] = field(default_factory=dict)
     log: list = field(default_factory=list)
@@ -73,7 +73,7 @@ def size(t: Tensor) -> float:
 
 
 def close(got: Tensor, want: Tensor, tolerance: float, least: float) -> bool:
-    """Whether they differ by less than `tolerance`, of the largest value or of `least`."""
+    """Returns whether they differ by less than `tolerance` times the largest value or `least`."""
     if got.shape != want.shape or got.dtype != want.dtype:
         return False
     got, want = got.detach().double(), want.detach().double()
@@ -86,7 +86,7 @@ def assert_same(got: Outcome, want: Outcome, what: str, tolerance: float = 1e-9)
     if got.raised is not None or (want.raised is not None and want.where == "forward"):
         errors = f"raised {got.message or 'nothing'}, plain {want.message or 'nothing'}"
         assert got.raised is want.raised, f"{what}: {errors}"
-    # What cancels, as the gradient of a bias before a batch normalisation, is rounding errors.
+    # Values that cancel, as a bias's gradient before a batch normalisation, are rounding errors.
     sizes = [size(t) for n, t in want.values.items() if t is not None and n != "random state"]
     least = 1e-5 * max(sizes, default=0.0)
     for name, theirs in want.values.items():

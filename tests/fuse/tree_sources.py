@@ -29,7 +29,7 @@ KINDS = {"relu": F.relu, "tanh gelu": tanh_gelu}
 
 '''
 
-# What the templates' capitals are filled with.
+# The text that replaces the templates' capitals.
 LAYERS = {
     "46": ["self.fc1", 'getattr(self, "fc1")', "self.seq[0]", "list(self.seq)[0]", "self.wide"],
     "64": ["self.fc2", 'self._modules["fc2"]', "self.seq[-1]"],
@@ -112,7 +112,7 @@ class Body:
         return layer
 
     def squared(self, value: str) -> str:
-        """Of one value in four."""
+        """Takes one value in four."""
         if self.rng.random() < 0.75:
             return value
         forms = ("{}.square()", "({} ** 2)", "{}.pow(2)", "torch.square({})", "torch.pow({}, 2)")

@@ -8,7 +8,7 @@ No activation in place follows a tensor's hook: on a CPU torch loses that hook w
 returned a view, which ours does not.
 """
 
-# What torch.jit.script takes, too.
+# torch.jit.script takes these, too.
 SIMPLE = """
 N4a = E4
 ---

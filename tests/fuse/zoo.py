@@ -27,7 +27,7 @@ SMALL = [
 
 
 def timm_names() -> list[str]:
-    """Of each of timm's modules the variant that sounds smallest, and one of another family."""
+    """For each of timm's modules, the variant with the smallest name and one of another family."""
     import timm
 
     def size(name: str) -> tuple[int, int, str]:

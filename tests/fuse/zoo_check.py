@@ -87,7 +87,7 @@ def in_double(model: nn.Module, inputs: dict) -> tuple[nn.Module, dict]:
 
 
 def plain_results(run, model: nn.Module, inputs: dict) -> tuple[list | None, str]:
-    """What the plain model gives, if it gives the same twice; and why not."""
+    """The plain model's results, if they are the same twice, else the reason."""
     try:
         first, second = run(model, inputs), run(model, inputs)
     except Exception as error:

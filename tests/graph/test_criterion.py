@@ -1,4 +1,4 @@
-"""What stays the compiler's because its own kernels are quicker, for a GPU that is made up here."""
+"""Layers that the compiler keeps because its kernels are faster, on a made-up GPU."""
 
 import copy
 import operator
@@ -158,7 +158,7 @@ def test_a_product_of_ours_that_has_the_pass(gpu, monkeypatch, width, own, stays
     assert count == (stays if width == 1024 else 0)
 
 
-# What is left as it is: a model, with which sizes, on which machine, and why.
+# Models that are left as they are, with sizes and machine, and the reason.
 STAYS = [
     (Gated(bias=True), None, H200, "sums of biases"),
     (Gated(), True, H200, "sizes that change"),
@@ -172,7 +172,7 @@ STAYS = [
 
 
 @pytest.mark.parametrize("model, dynamic, bandwidth, why", STAYS)
-def test_what_is_not_better_stays(gpu, model, dynamic, bandwidth, why):
+def test_layers_that_do_not_gain_stay(gpu, model, dynamic, bandwidth, why):
     gpu(bandwidth)
     put_in, graphs = check(model, dynamic=dynamic)
     assert put_in in ({"gated_mlp": 1}, {"mlp": 1}, {"linear_gelu": 1}), why
@@ -313,7 +313,7 @@ def test_bandwidth(monkeypatch):
 
 
 def test_a_convolution_stays_the_compilers_where_a_pass_is_quick(gpu):
-    """Of 64 channels: a pass over 12 MB takes 5 us, over 206 MB 93."""
+    """With 64 channels: a sweep over 12 MB takes 5 us, one over 206 MB takes 93 us."""
     conv = nn.Conv2d(8, 16, 3, padding=1)
 
     def replaced(x, **options):

@@ -167,7 +167,7 @@ def test_nothing_that_is_taken_for_a_reader_writes():
     assert named <= silent, "the samples do not write"
 
 
-# What is computed before a write and after it, and what becomes of the two.
+# A value computed before a write and after it, and the operators that the two become.
 AROUND = {
     "a chain": (
         lambda x, w, b, v, c: F.relu(F.linear(x, w, b)),
@@ -207,7 +207,7 @@ PAIRS += [(around, write) for around in AROUND for write in ("weight", "input")]
 
 
 @pytest.mark.parametrize("around, write", PAIRS)
-def test_what_is_written_in_between_is_read_before(around, write):
+def test_a_value_written_between_two_nodes_is_read_before(around, write):
     before, after, replaced = AROUND[around]
 
     def function(x, w, *others):

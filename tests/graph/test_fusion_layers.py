@@ -1,4 +1,4 @@
-"""What the pass over compiled graphs finds: layers, chains, gated layers and blocks, images."""
+"""The pass over compiled graphs finds layers, chains, gated layers and blocks, convolutions."""
 
 import operator
 from functools import partial
@@ -316,7 +316,7 @@ def rows():
 
 
 @pytest.mark.parametrize("function, make, how", [pytest.param(*r, id=n) for n, *r in rows()])
-def test_what_is_replaced(function, make, how):
+def test_patterns_that_are_replaced(function, make, how):
     check(function() if isinstance(function, partial) else function, make(), **how)
 
 
@@ -332,7 +332,7 @@ def test_tensor_subclasses_are_left_alone():
 
 
 def calls_of_chain(function):
-    """What is left in the graph of a function that becomes one chain."""
+    """Returns the calls left in the graph of a function that becomes one chain."""
     calls = []
 
     def record(module, _):
@@ -343,7 +343,7 @@ def calls_of_chain(function):
     return calls
 
 
-def test_what_is_between_is_a_bias_too():
+def test_a_sum_between_product_and_activation_is_a_bias():
     def block(x, gate, up, down):
         hidden = F.silu(F.linear(x, gate)) * F.linear(x, up)
         return F.linear(hidden, down, hidden)
@@ -383,7 +383,7 @@ def replaced(*dtypes, between=lambda graph: None, reader=None):
     return fusion.replaced
 
 
-def test_what_keeps_an_activation_apart():
+def test_patterns_that_keep_an_activation_apart():
     """An unknown call that is made for what it does; another dtype, as autocast may give."""
     assert replaced() == {"linear_relu": 1}
     assert replaced(between=lambda graph: graph.call_function(torch.get_num_threads)) == {}
@@ -418,7 +418,7 @@ def test_every_geometry():
 
 
 def test_a_result_of_other_strides_is_left_alone(monkeypatch):
-    """What comes after may view it: our result must lie in memory as eager's does."""
+    """Later nodes may view it, so our result must have the strides of eager's."""
     real = matching_conv._conv2d_relu
     monkeypatch.setattr(matching_conv, "_conv2d_relu", lambda *a: real(*a).contiguous())
     check(conv_relu, images(2, last=True), conv=True)

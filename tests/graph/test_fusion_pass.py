@@ -93,7 +93,7 @@ def test_vmap(kind):
     torch.testing.assert_close(got, results(function, args), rtol=1e-4, atol=1e-4)
 
 
-# What forward and backward call of our operators, and of ATen's for the same.
+# The operators of ours that forward and backward call, and those of ATen's that do the same.
 FIRST = {F.relu: "linear_relu", F.gelu: "_linear_aux", tanh_formula: "_linear_aux"}
 ACROSS = ["fused._linear_backward_across.default", "fused._linear_backward.default"]
 OF_IMAGES = ["fused._channels_relu_backward.default", "aten.convolution_backward.default"]
@@ -106,7 +106,7 @@ GRAPHS += [(conv_relu, partial(images, 2), ["fused.conv2d_relu.default"], OF_IMA
 
 @pytest.mark.parametrize("function, make, forward, backward", GRAPHS)
 def test_compiled_backward_is_fused_across_layers(function, make, forward, backward):
-    """What mlp is put in for: the hidden activation's gradient comes with the next layer's step."""
+    """In mlp the next layer's step computes the hidden activation's gradient."""
     graphs = {}
     backend = tfl.compile_backend(recording_backend(graphs), conv=True)
     torch.compile(function, backend=backend)(*make()).sum().backward()

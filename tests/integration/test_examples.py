@@ -115,7 +115,7 @@ def test_demo(device, run, capsys):
 
 
 def test_the_demo_shows_the_results_as_they_are():
-    """What it says of a GPU on a machine without one is what the files have, under its name."""
+    """Without a GPU it shows the GPU results of the files, with the GPU's name."""
     where, panels = load("demo").shipped()
     assert where.startswith("NVIDIA H200, torch 2.11")
     text = json.loads((ROOT / "benchmarks" / "results" / "h200_models.json").read_text())
@@ -268,7 +268,7 @@ def test_gelu(device, run):
     ulps = {z: differences[f"ulps at {z}"]["float16"] for z in (2.7, -2.7)}
     assert ulps[2.7] == pytest.approx(apart[most] / 2**-9, rel=1e-6)
     assert ulps[-2.7] == pytest.approx(apart[most] / 2**-17, rel=1e-6)
-    # Of both kinds in three dtypes, each with and without gradients.
+    # Both kinds in three dtypes, each with and without gradients.
     assert len(found["paths"]) == 12 and all(found["paths"].values())
     if device == "cuda":
         for kind, mode, library in (
@@ -346,7 +346,7 @@ def test_llama(device, run):
     plain, fused = found["losses"]["plain"], found["losses"]["fused"]
     assert plain[0] == pytest.approx(math.log(256), abs=0.6) and plain[-1] < plain[0] - 0.3
     assert found["apart"] == max(abs(a - b) for a, b in zip(plain, fused, strict=True)) < 1e-3
-    # Of four tensors [batch, context, hidden] in fp32 two are not kept, in both layers.
+    # In both layers, two of four tensors [batch, context, hidden] in fp32 are not kept.
     spared = 2 * 2 * 4 * 16 * 40 * 4
     memory = found["memory"]
     assert (memory["plain"] - memory["fused"]) * 2**20 == spared

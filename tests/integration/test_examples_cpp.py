@@ -69,7 +69,7 @@ def losses(output: str) -> list[float]:
 
 
 def trained_in_python(device: str, model: torch.nn.Module | None = None) -> list[torch.Tensor]:
-    """What `scripted` does, with the layers themselves in eager mode."""
+    """Does the same as `scripted`, with the layers in eager mode."""
     made = runpy.run_path(str(EXAMPLES / "make_model.py"))
     model = (model or made["make_model"]()).to(device)
     x, target = (tensor.to(device) for tensor in made["make_data"]().values())

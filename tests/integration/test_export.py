@@ -82,7 +82,7 @@ def pack(name, folder, last=False):
     """[the model, the packed program, what the pass replaced]."""
     if not has_compiler:
         pytest.skip("needs a C++ compiler")
-    # What is tested is not how fast the code around the operators is.
+    # The speed of the code around the operators is not tested.
     options = {"aot_inductor.compile_wrapper_opt_level": "O0"}
     options = tfl.compile_options(options=options, conv=name == "images")
     model, program = export(name, with_plain_pair(name), last=last)
@@ -99,7 +99,7 @@ def packed(tmp_path_factory):
 
 
 def plain_packages_crash(tmp_path):
-    """Whether loading a package without any operator of ours ends the process here as well."""
+    """Returns whether loading a package without operators of ours ends the process, too."""
     exported = torch.export.export(nn.Linear(6, 9), (torch.randn(4, 6),))
     path = tmp_path / "plain.pt2"
     torch._inductor.aoti_compile_and_package(exported, package_path=str(path))

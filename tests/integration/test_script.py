@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import torch_fused_linear as tfl
 
 name_param = pytest.mark.parametrize("name", NETWORKS)
-# What a program without our Python package does: load the library, then the script.
+# A program without our Python package loads the library, then the script.
 FRESH = """
 assert "torch_fused_linear" not in sys.modules
 model, data = torch.jit.load(sys.argv[1]), torch.load(sys.argv[2])

@@ -1,4 +1,4 @@
-"""What is taken of torch beside its public interface still means what we think it means.
+"""The private parts of torch that we use still mean what we think they mean.
 
 The tests of what uses the rest hold it: of function modes tests/fuse, of DTensor and of plans of
 parallelism tests/distributed, of schemas tests/graph, of runs of the engine tests/autograd, of what
@@ -80,7 +80,7 @@ def test_numbers_for_two_dimensions():
 @pytest.mark.skipif(
     not hasattr(torch.autograd.graph, "node_creation_hook"), reason="torch 2.14 and newer"
 )
-def test_who_watches_nodes_being_made_sees_ours():
+def test_node_creation_hooks_see_our_nodes():
     for op in [*OPS, *LOW, *GATED, *CHAINS, CONV]:
         leaves, seen = op.case().leaves(), []
         with torch.autograd.graph.node_creation_hook(

@@ -1,4 +1,4 @@
-"""What is kept for a backward: never more than eager keeps, and in bytes what is promised."""
+"""Memory kept for a backward: never more than eager keeps, and the promised bytes."""
 
 import copy
 import itertools
@@ -63,7 +63,7 @@ def test_no_more_than_eager(policy, op, device):
 
 
 @ops.op_param
-def test_nor_under_autocast(op, device):
+def test_no_more_memory_than_eager_under_autocast(op, device):
     leaves = case_of(op, device=device).leaves()
 
     def compute(call):

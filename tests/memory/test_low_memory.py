@@ -142,7 +142,7 @@ BETWEEN = {
 
 @pytest.mark.parametrize("name", BETWEEN)
 @rows([linear("gelu_tanh", memory="low"), mlp("gelu_tanh", 2, memory="low")])
-def test_what_the_next_layer_read_counts(op, name, device):
+def test_a_write_to_an_output_that_the_next_layer_read(op, name, device):
     """Written to under autograd or behind its back, whole or in part, or not the very output."""
     results = []
     for call in (op.call, op.eager):

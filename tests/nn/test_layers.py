@@ -172,7 +172,7 @@ def test_parametrised_and_pruned_weights(row):
 
 
 @lone_param
-def test_what_is_assigned_later_counts(row):
+def test_parameters_assigned_later_are_used(row):
     """Nothing of the parameters is cached: LoRA, EMA and weight swaps assign them, and a backbone
     is dilated after the fact."""
     layer, x = row.make(), row.input()
@@ -252,7 +252,7 @@ def test_gate_and_up_of_one_weight_are_loaded(bias):
 
 @pytest.mark.parametrize("name", ["stride", "padding", "dilation"])
 @pytest.mark.parametrize("value", [1.5, "same", None])
-def test_what_is_neither_a_number_nor_a_pair_is_refused(name, value):
+def test_strides_that_are_no_number_or_pair_raise(name, value):
     message = rf"conv2d_relu: {name} must be an int or two of them, got {value!r}"
     with pytest.raises(TypeError, match=message):
         tfl.conv2d_relu(torch.ones(1, 1, 4, 4), torch.ones(1, 1, 2, 2), **{name: value})

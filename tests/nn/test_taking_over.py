@@ -148,7 +148,7 @@ MADE = {"LoRA, a subclass": subclassed, "with lazy parameters": lazy}
 
 @layer_param
 @pytest.mark.parametrize("words", [*MADE, *CHANGED])
-def test_what_would_be_lost_is_named(words, row):
+def test_from_linear_names_the_state_it_would_lose(words, row):
     layer = MADE.get(words, make)(torchs(row))
     CHANGED.get(words, nothing)(layer)
     name = f"{row.cls.__name__}.{take_of(row).__name__}"
@@ -159,7 +159,7 @@ def test_what_would_be_lost_is_named(words, row):
 
 @layer_param
 @pytest.mark.parametrize("words", CHANGED)
-def test_what_would_be_lost_on_the_way_back_is_named(words, row):
+def test_to_unfused_names_the_state_it_would_lose(words, row):
     for method in ("to_linear" if row in LINEAR else "to_conv", "to_unfused"):
         layer = make(row.cls)
         assert isinstance(getattr(layer, method)(), nn.Module)
@@ -237,13 +237,13 @@ SQUARE = nn.Linear(4, 4)
     ],
     ids=lambda modules: " ".join(type(m).__name__ for m in modules),
 )
-def test_what_is_no_chain(modules):
+def test_modules_that_are_no_chain_raise(modules):
     with pytest.raises(ValueError, match=r"FusedMLP.from_sequential: expected") as error:
         tfl.FusedMLP.from_sequential(nn.Sequential(*modules))
     assert all(type(module).__name__ in str(error.value) for module in modules)
 
 
-def test_what_is_no_gated_block():
+def test_modules_that_are_no_gated_block_raise():
     gate, up, down = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 3)
     from_modules = tfl.FusedGatedMLP.from_modules
     with pytest.raises(ValueError, match=r"from_modules.*got \[6, 4\], \[5, 4\], \[3, 6\]"):

@@ -110,7 +110,7 @@ def test_a_parameter_is_cast_once_per_region(op, device):
 @pytest.mark.parametrize("place", ["real", "meta"])
 @pytest.mark.parametrize("name", sorted({*STEPS} - {"_ensemble_linear"}))  # which is below it
 def test_steps_keep_the_dtypes_they_are_given(name, place, device):
-    """Of every size and on every path, though ATen's products within them would be cast."""
+    """Steps of every size and path keep their dtypes, though autocast casts ATen's products."""
     place = device if place == "real" else place
 
     def results(args):

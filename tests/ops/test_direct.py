@@ -131,7 +131,7 @@ PAIRS = [1, 1], [0, 0], [1, 1]
         ("conv2d_relu", (IMAGE, KERNEL, B, *PAIRS, True)),
     ],
 )
-def test_what_is_not_plain_is_left_to_torch_ops(name, arguments):
+def test_arguments_that_are_not_plain_go_to_torch_ops(name, arguments):
     assert getattr(direct, name)(*arguments) is None
 
 
@@ -158,7 +158,7 @@ def test_it_takes_less_time_than_torch_ops():
     assert min(a for a, _ in pairs) < min(b for _, b in pairs)
 
 
-def test_what_a_call_works_on_cannot_be_swapped_away():
+def test_tensors_in_use_cannot_be_swapped():
     """Here by a hook on saved tensors, elsewhere by another thread."""
     x, w = torch.randn(3, 4), torch.randn(4, 4).requires_grad_()
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())

@@ -83,7 +83,7 @@ REFUSED = {
 }
 ARGUMENTS = {**TAKEN, **{name: make for name, (make, _) in REFUSED.items()}}
 pytestmark = pytest.mark.filterwarnings("ignore")
-# Of the other layouts torch has no meta tensors.
+# torch has no meta tensors of the other layouts.
 ON_META = [name for name in ARGUMENTS if not name.startswith(("nested", "sparse", "com", "oneDNN"))]
 
 
@@ -140,7 +140,7 @@ def assert_words(error, name, shown):
 
 
 def outcome_beside_torchs(op, args, mode, label, shown):
-    """What torch gives or raises; the function and the operator do the same."""
+    """The function and the operator return or raise as torch does."""
     grad = mode in ("gradients", "eager")
     with MODES[mode]():
         torchs = outcome(op.eager, args, grad)
@@ -162,7 +162,7 @@ def test_a_layer_does_as_torch_does(name, mode, op):
 
 @pytest.mark.parametrize("name, mode, op", thinned(ON_META, ["no_grad"]))
 def test_on_the_meta_device(name, mode, op):
-    """What is traced has the shape of what is run, and the same mistakes the same message."""
+    """Tracing gives the shapes of a real call, and the messages of its errors."""
     args = ARGUMENTS[name]()
     real = outcome(op.call, args, False)
     metas = [a if a is None else a.to("meta") for a in args]
@@ -390,7 +390,7 @@ def test_explain_says_why(grad, name):
     assert ran == [("linear_relu", f"(no kernel: {REASONS[name]}) + PyTorch's own (not fused)")]
 
 
-def test_what_is_no_tensor_is_named():
+def test_an_argument_that_is_no_tensor_is_named():
     x, w = t(5, 4), t(6, 4)
     calls = {
         "linear_relu: expected weight": lambda: tfl.linear_relu(x, None),

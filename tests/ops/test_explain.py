@@ -168,7 +168,7 @@ def test_off_afterwards():
     assert report.calls == before
 
 
-def test_what_fails_leaves_no_row_and_no_reason_behind():
+def test_a_failing_call_leaves_no_row_and_no_reason():
     stack = Stack()
     y = stack()
 

@@ -207,7 +207,7 @@ def test_gradients_have_torchs_layout(columns, op, device):
             assert got == gradient_strides(op.eager, x, w, frozen), (lead, where)
 
 
-# Of a weight whose halves are views torch itself puts the gradient together, by rows.
+# torch puts the gradients of two views of a weight together, by rows.
 @ops.rows(
     [op for op in ops.EVERY if op is not ops.CONV and not re.search("halves|up first", op.label)]
 )
@@ -221,7 +221,7 @@ def test_a_transposed_leaf_takes_its_gradient_as_it_is(op, device):
         assert [g.stride() for g in grads] == [leaf.stride() for leaf in leaves]
 
 
-# Of activations whose slope makes no error larger.
+# Activations whose slope makes no error larger.
 @pytest.mark.parametrize(
     "op, tokens, features, o",
     [

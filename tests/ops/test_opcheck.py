@@ -40,7 +40,7 @@ def test_opcheck(name, layout, grad, device):
 
 
 def strides(t):
-    """Of an image those that mean something: of one channel all formats are alike."""
+    """The strides that matter: an image of one channel has the same layout in every format."""
     if t.dim() < 3 or not t.numel():
         return t.stride()
     return [s for n, s in zip(t.shape, t.stride()) if n != 1]
@@ -69,7 +69,7 @@ def assert_foretold(op, args, kwargs, fake=False):
 @name_param
 @dtype_param
 def test_shapes_dtypes_and_strides_are_foretold(dtype, name, device):
-    """What the compiler plans with must be what comes: padded rows, unwanted gradients, all."""
+    """Fake results have the real ones' strides, with padded rows and unwanted gradients."""
     for args, kwargs in samples(name, device, dtype):
         assert_foretold(op_of(name), args, kwargs, fake=True)
     for layout in ND_LAYOUTS if name in WITHOUT_IMAGES else ():

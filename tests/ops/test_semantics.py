@@ -168,7 +168,7 @@ def test_smooth_activations_at_the_edges(op, dtype, device):
 
 @pytest.mark.parametrize("activation", ops.ACTS)
 def test_gates_at_the_edges(activation, device):
-    """Of an infinity's row every product with 0 is NaN: one number at a time."""
+    """Every product of infinity and 0 is NaN, in a row of one number."""
     one = torch.ones(1, 1, dtype=torch.float64, device=device)
     for value in (NAN, INF, -INF, -200.0, 200.0, 0.0, -0.0):
         x = one * value
@@ -178,7 +178,7 @@ def test_gates_at_the_edges(activation, device):
 
 @pytest.mark.parametrize("rows_, features", [(513, 64), (3, 32768)])
 def test_the_last_row_is_as_in_torch(rows_, features):
-    """Of a half, a lone row is contiguous, which torch computes in another way than many rows."""
+    """A lone row of a half is contiguous, and torch computes it in another way than many rows."""
     both = torch.linspace(-4, 4, rows_ * 2 * features).view(rows_, -1)
     both[-1, ::7] = INF
     gate, up = both.chunk(2, -1)

@@ -37,9 +37,9 @@ def level(dtype):
 
 @ops.dtype_param
 @pytest.mark.parametrize("activation", ops.ACTS)
-def test_what_is_kept(activation, dtype, device):
-    """Of ReLU bit o & 7 of byte o >> 3, set where z >= 0 (zeros occur: there is no bias), padding
-    0; of the others z."""
+def test_saved_tensors_of_a_forward(activation, dtype, device):
+    """ReLU saves bit o & 7 of byte o >> 3, set if z >= 0 (zeros occur without a bias), with padding
+    of 0; the others save z."""
     sizes = [*itertools.product(LEADS, [6], [0, *WIDTHS]), ((0,), 6, 5), ((3,), 0, 5), ((0,), 0, 0)]
     for (lead, i, o), bias in itertools.product(sizes, [True, False]):
         case = ops.LINEAR.exact_case(lead, i, o, dtype, device, bias)
@@ -246,7 +246,7 @@ def test_activation_backward_takes_any_layout(activation, device):
 @ops.dtype_param
 @ops.op_param
 def test_linear_backward_gives_what_was_asked(op, dtype, device):
-    """Of integers exactly, where the activation is not smooth."""
+    """Integers give exact results if the activation is not smooth."""
     near = 16 * torch.finfo(dtype).eps * (op in ops.SMOOTH)
     for o, lead in itertools.product([1, 8, 129], LEADS):
         case = (op.case if op in ops.SMOOTH else op.exact_case)(lead, 6, o, dtype, device)
@@ -348,7 +348,7 @@ def poison(case):
 
 
 def in_a_larger_buffer(saved, canary):
-    """The same values with rows of the same stride before and behind, all of it `canary`."""
+    """Returns the values between rows of `canary` with the same stride before and after them."""
     stride = saved.stride(0) if saved.shape[0] > 1 else -(-saved.shape[1] // 8) * 8
     buffer = torch.full((saved.shape[0] + 2, stride), canary, dtype=saved.dtype).to(saved.device)
     inside = buffer[1:-1, : saved.shape[1]]
@@ -381,7 +381,7 @@ def test_results_alone_are_written_and_not_added_to(kind, policy, dtype, device)
 @ways_param
 @ops.dtype_param
 def test_saved_by_any_forward(policy, dtype, device):
-    """What each forward leaves, under each policy, is read by each backward."""
+    """Every backward reads the saved tensor of every forward, under each policy."""
     for width, forward in itertools.product((1, 7, 64, 129), ("auto", "cublaslt")):
         case = Across(("relu", "output"), 33, width, 8, dtype, device)
         v, b = torch.randn(width, 5, dtype=dtype, device=device), case.z[0]

@@ -81,7 +81,7 @@ def test_compiled_with_a_class_that_knows_torchs_functions():
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_exported(strict):
-    """What stands for a plain tensor while a graph is traced is of a class of its own, too."""
+    """Fake tensors, which stand for plain ones while a graph is traced, are a subclass, too."""
     layer, x = tfl.FusedLinearReLU(4, 6), torch.randn(5, 4)
     assert "fused.linear_relu" in str(torch.export.export(layer, (x,), strict=strict).graph)
     layer.weight = nn.Parameter(Scaled(layer.weight.detach()), requires_grad=False)
@@ -104,7 +104,7 @@ def test_layers_chains_and_convolutions():
     torch.testing.assert_close(torch.ops.fused.conv2d_relu(*given), want)
 
 
-def test_what_explain_says():
+def test_explain_of_subclasses():
     x, w, b = arguments()
     fields = ("operator", "path", "dtype", "shapes", "device")
     for op in OPS:

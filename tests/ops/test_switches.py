@@ -120,7 +120,7 @@ def test_as_a_decorator(case):
         assert value == second and now() == third
 
 
-def test_what_is_no_value_is_refused_and_changes_nothing(case):
+def test_an_invalid_value_raises_and_changes_nothing(case):
     switch, now, (_first, second, _), wrong, expected = case
     switch(second)
     for value in wrong:
@@ -129,7 +129,7 @@ def test_what_is_no_value_is_refused_and_changes_nothing(case):
     assert now() == second
 
 
-def test_what_is_called(device):
+def test_operators_called_under_each_policy(device):
     """In a layer's forward for training."""
 
     def called(policy, activation):
@@ -139,7 +139,7 @@ def test_what_is_called(device):
     assert called("auto", "relu") == ["linear_relu"]
     assert called("cublaslt", "relu") == ["_linear_aux"]
     assert called("auto", "gelu_tanh") == called("cublaslt", "gelu_tanh") == ["_linear_aux"]
-    # Of eager's graph, which is torch's own, there is a forward to tell of, and nothing backward.
+    # Under eager, torch's own graph runs the backward, so explain has rows of the forward alone.
     stack = Stack(device=device)
     with tfl.set_policy("eager"):
         ran = operators_of(lambda: stack.backward(stack()), "operator", "path")
@@ -150,7 +150,7 @@ def test_what_is_called(device):
 @pytest.mark.parametrize("second", POLICIES)
 @pytest.mark.parametrize("first", POLICIES)
 def test_changed_between_layers_and_before_the_backward(first, second, device):
-    """What was saved decides, not the policy of the moment: a mask that one layer has saved is read
+    """A saved tensor decides, not the policy of the moment: a mask that one layer has saved is read
     by whichever layer follows."""
     for activations in (MIXED, ("relu",) * 3, ("relu", "relu", "gelu_tanh", "none")):
         lead = {"lead": (2, 3), "device": device}

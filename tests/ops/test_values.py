@@ -209,7 +209,7 @@ def test_one_channel_between_two_convolutions():
 @ops.every_op
 @places()
 def test_functions_and_operators_are_one(policy, op, device):
-    """Nor do policies differ in fp64."""
+    """All policies agree in fp64."""
     for lead, bias in itertools.product([(), (5,), (2, 3)], [True, False]):
         case = op.smooth_case(lead, 6, 8, device=device, bias=bias)
         with tfl.set_policy(policy):

@@ -78,7 +78,7 @@ print(t.plans.get_patience(), torch.ops.fused._plans_verbosity())
         (("cublaslt", "0", "0"), "cublaslt 0.0 256 0"),
     ],
 )
-def test_what_the_environment_sets(values, in_force):
+def test_environment_variables_set_the_policy_and_budget(values, in_force):
     names = ("POLICY", "BUDGET_MS", "VERBOSE")
     done = run_python(IN_FORCE, **dict(zip(names, values)))
     assert (done.stdout.split(), done.stderr) == (in_force.split(), "")
@@ -167,7 +167,7 @@ STEPS = ["linear_relu", "linear", "_linear_backward", "_linear_backward"]
     ],
     ids=["training", "inference", "function"],
 )
-def test_what_warmup_runs(module, inputs, options, grad, names):
+def test_warmup_runs_forward_and_backward(module, inputs, options, grad, names):
     with torch.set_grad_enabled(grad):
         ran = operators_of(lambda: plans.warmup(module, *inputs, **options))
     assert ran == names and W.grad is None

@@ -45,7 +45,7 @@ def build(source, folder, *flags, libraries=("c10",)):
 
 
 def run(program, name, **options):
-    """What one test of a program prints, which is the reason where it fails."""
+    """Runs one test of a program and returns its output, which is the reason if it fails."""
     folders = [str(LIB), *(str(p / "lib") for p in CUDA)]
     environment = {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(folders)}
     result = subprocess.run(

@@ -1,4 +1,4 @@
-"""What the tests of fuse_ share: everything there is to know of a model, and comparisons."""
+"""Helpers for the tests of fuse_: a model's state and results, and comparisons."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def decides(request, monkeypatch):
 
 
 def decided_in_python(monkeypatch) -> None:
-    """What looks at layers and activations in rewritten code is Python, as where C cannot be."""
+    """Decides about rewritten code's calls in Python, as where the C library cannot be built."""
     for name in in_code.IN_C:
         monkeypatch.setattr(in_code, name, getattr(decisions, name))
     monkeypatch.setattr(functional, "direct", library._NotDirect())

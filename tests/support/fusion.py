@@ -1,4 +1,4 @@
-"""What the tests of the pass over compiled graphs share."""
+"""Helpers for the tests of the pass over compiled graphs."""
 
 import math
 

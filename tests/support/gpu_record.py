@@ -24,7 +24,7 @@ OUTCOMES = ROOT / "build" / "gpu_outcomes.jsonl"
 DESELECTED = "left out by the arguments"
 MOST_NAMED = 20  # tests that are listed by name for one reason
 FOLDERS = ("csrc", "torch_fused_linear", "tests")
-# What building and running leave behind; git ignores the same.
+# Files that building and running leave behind; git ignores the same.
 LEFT_BEHIND = {
     "__pycache__",
     ".pytest_cache",
@@ -95,7 +95,7 @@ def append(path, line):
 
 
 def outcomes(path, tree=None, kind="test"):
-    """What earlier runs found; if `tree` is given, only on that tree. Or the runs themselves."""
+    """The findings of earlier runs, only on `tree` if that is given. Or the runs themselves."""
     if not path.exists():
         return []
     head, *lines = path.read_text().split("\n")

@@ -1,4 +1,4 @@
-"""What is no matter of operators: devices, CUDA graphs, threads and settings of tests."""
+"""Devices, CUDA graphs, threads and settings of tests."""
 
 import contextlib
 import gc
@@ -32,7 +32,7 @@ def few_objects() -> Iterator[None]:
 
 @contextlib.contextmanager
 def setting(function: Callable[[object], object], value, afterwards) -> Iterator[None]:
-    """What a function sets, within the block alone."""
+    """Calls a setter for the block alone."""
     function(value)
     try:
         yield

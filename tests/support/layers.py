@@ -151,7 +151,7 @@ def step(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def runs_as_one(model: nn.Module, x: Tensor) -> bool:
-    """Whether a chain or a gated block is one operator, and not its children one by one."""
+    """Returns whether a chain or a gated block runs as one operator."""
     with torch.no_grad():
         names = operators_of(lambda: model(x))
     return bool(names) and (set(names) == {"mlp"} or "_glu" in names)

@@ -1,4 +1,4 @@
-"""The same shape in every layout a tensor can have: strides, offsets, repeats, overlaps."""
+"""Tensors of one shape in every layout: strides, offsets, repeats, overlaps."""
 
 import math
 

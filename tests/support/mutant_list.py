@@ -462,7 +462,7 @@ FAULT = re.compile(r"^# (.+)\n((?:-.*\n)+)((?:\+.*\n)*)", re.MULTILINE)
 
 
 class Mutant(NamedTuple):
-    """What is wrong, where, the text that is replaced, what by, and whose tests must notice it."""
+    """A fault: its name and file, the text before and after it, and the tests to notice it."""
 
     name: str
     file: str

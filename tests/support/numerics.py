@@ -30,7 +30,7 @@ def names(case: Case) -> list[str]:
 
 
 def plain(case: Case) -> Case:
-    """The same numbers, contiguous: eager itself cannot take every layout (gelu's backward in
+    """Returns the numbers contiguous, because eager cannot take every layout (gelu's backward in
     oneDNN refuses overlapping strides)."""
     return case.map(lambda t: t.contiguous())
 

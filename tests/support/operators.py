@@ -23,7 +23,7 @@ import torch_fused_linear as tfl
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 LOW_DTYPES = DTYPES[1:]
 POLICIES = ["auto", "cublaslt", "eager"]
-# What TORCH_CHECK and its kin raise.
+# The exceptions of TORCH_CHECK and its kin.
 ERRORS = (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError)
 
 ACTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -109,7 +109,7 @@ class Op:
         return z if self.activation == "none" else ACTS[self.activation](z)
 
     def _shapes(self, lead, i, o, bias) -> tuple[Shapes, int, tuple[int, ...]]:
-        """Of the tensors, how many are no biases, and of the output."""
+        """The shapes of the tensors, how many are no biases, and the output's shape."""
         lead = (lead,) if isinstance(lead, int) else tuple(lead)
         shapes = self.shapes(lead, i, o)
         weights = len(shapes) - self.biases
@@ -161,7 +161,7 @@ def _output(op: Op, lead: tuple[int, ...], i: int, o: int) -> tuple[int, ...]:
 
 
 def _rectified(op: Op, case: Case) -> list[Tensor]:
-    """What ReLU is applied to, in fp64."""
+    """ReLU's inputs, in fp64."""
     with torch.no_grad(), Calls() as calls:
         op.eager(*(t.double() for t in case.inputs))
     pairs = zip(calls.names, calls.arguments)
@@ -169,7 +169,7 @@ def _rectified(op: Op, case: Case) -> list[Tensor]:
 
 
 def without_kinks(op: Op, case: Case) -> Case:
-    """The same case with a zero gradient where what ReLU is applied to is within rounding of 0.
+    """Returns the case with a zero gradient where ReLU's input is within rounding of 0.
 
     There the sign, and with it ReLU's derivative, is a matter of rounding and no error.
     """

@@ -12,7 +12,7 @@ from torch_fused_linear import plans
 ALGORITHM = slice(-11, -3)  # of a plan's words
 PASSES = ("fprop", "dgrad", "wgrad", "gating", "glu", "chain")
 ACTIVATIONS = ("none", "relu", "gelu_tanh", "gelu_erf", "silu", "relu2")
-# What a plan is valid for, by whom it was written, and the plan: its words.
+# The machine that a plan is valid for, the version that wrote it, and its words.
 FOREIGN = "GPU A\t130100\t580.65\t9.9\tsome_strategy 1 2"
 
 
@@ -26,7 +26,7 @@ def file_text(*lines, first="torch_fused_linear plans 5"):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a line of the file is for."""
+    """The machine that a line of the file is for."""
 
     what: str
     activation: str
@@ -68,7 +68,7 @@ def write_forced(step, path, strategy, takes, algorithm=0):
 
 
 def run_with(path, step):
-    """What step gives by the plans of a file, and the paths it takes."""
+    """The results of step by the plans of a file, and its paths."""
     plans.clear()
     plans.load(path)
     result, report = explained(step)
@@ -76,7 +76,7 @@ def run_with(path, step):
 
 
 def run_forced(step, folder, strategy, takes, algorithm=0):
-    """What step gives, and the paths it takes, when its plans that `takes` says yes to are of that
+    """The results of step, and its paths, if the plans that `takes` accepts have that
     strategy."""
     write_forced(step, folder / "plans", strategy, takes, algorithm)
     return run_with(folder / "plans", step)
@@ -94,6 +94,6 @@ print(tfl.plans.show())
 
 
 def run_step(target, code=STEP, **variables):
-    """What a process says on its streams, and the gradients of its step."""
+    """A process's output and error streams, and the gradients of its step."""
     done = python(code + LET_GO, target, **{"TORCH_FUSED_LINEAR_BUDGET_MS": "20", **variables})
     return done.stdout, done.stderr, torch.load(target)

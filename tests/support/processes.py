@@ -39,7 +39,7 @@ def starting_with(folder, code):
 
 
 def module_at(path, name=None):
-    """What a file makes; it is then found by its name, or the one that is given."""
+    """Imports a file as a module, under its own name or the given one."""
     name = name or path.stem
     spec = importlib.util.spec_from_file_location(name, path)
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
@@ -56,7 +56,7 @@ def script(path, text):
 
 
 def git_files(*options):
-    """What git lists of the tree, less what is deleted in it."""
+    """The files that git lists, without deleted ones."""
     if not (ROOT / ".git").exists():
         pytest.skip("needs a git checkout")
     listed = run("git", "ls-files", *options, code=None)

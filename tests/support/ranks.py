@@ -24,7 +24,7 @@ class Ranks:
         self.processes: list = []
 
     def run(self, function, *args, seconds: float = SECONDS) -> list:
-        """What `function(*args)`, from the top of a module, returns on each rank.
+        """Returns the results of `function(*args)`, from the top of a module, on each rank.
 
         Raises:
             AssertionError: a rank raised, died or did not answer.

@@ -25,7 +25,7 @@ from cpp_programs import parts  # noqa: E402
 # All of them but those that run kernels of CUDA on the CPU.
 TESTS = sorted((ROOT / "tests" / "csrc").glob("*_test.cpp"))
 PROGRAMS = [path.stem for path in TESTS if '.cuh"' not in path.read_text()]
-# Of code that is not ours: torch is not compiled with the sanitizer, which then cannot see how it
+# Suppressions for torch, which is not compiled with the sanitizer. It then cannot see how torch
 # keeps its threads apart; its registries live until the process ends.
 OPTIONS = {
     "address": {"ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0"},
@@ -69,7 +69,7 @@ def build(kind: str) -> dict[str, Path]:
 
 
 def tested(kind: str, chosen: Sequence[str] = ()) -> dict[str, bool]:
-    """Whether each test of the programs, by default of all, is clean."""
+    """Returns whether each test of the programs, by default of all, is clean."""
     # ThreadSanitizer wants the addresses where it expects them.
     start = ["setarch", platform.machine(), "-R"] if shutil.which("setarch") else []
     clean = {}

@@ -95,7 +95,7 @@ class Stack:
         return self.apply(self.activations[k], x, self.weights[k], self.biases[k])
 
     def outputs(self) -> list[Tensor]:
-        """Of every layer."""
+        """The outputs of every layer."""
         found = [self.x]
         for k in range(len(self.activations)):
             found.append(self.layer(k, found[-1]))

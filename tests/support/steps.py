@@ -28,7 +28,7 @@ def encode_mask(bits: Tensor) -> Tensor:
 
 
 def padded(z: Tensor) -> Tensor:
-    """The same with rows of a multiple of 8 elements, as an epilogue leaves them."""
+    """Pads rows to a multiple of 8 elements, as an epilogue does."""
     return F.pad(z, (0, -z.shape[-1] % 8))[..., : z.shape[-1]]
 
 
@@ -165,7 +165,7 @@ def arguments_of(op: Op, tensors: list[Tensor]) -> Args:
 
 
 def samples(name: str, device, dtype=torch.float32, layout=None, grad=False) -> Iterator[Args]:
-    """Of every form of an operator or a step: odd and even widths, several ranks, biases or none.
+    """Samples of an operator or a step: odd and even widths, several ranks, biases or none.
 
     layout: of what has tokens, where there are any; grad: whether all want a gradient.
     """

@@ -13,7 +13,7 @@ needs_tf32 = pytest.mark.skipif(
 
 
 def off_zero(op, case, least=1e-2):
-    """The same case where ReLU's sign is not the topic."""
+    """Returns the case without values whose sign rounding may change."""
     near = op.product(*in_double(case).inputs).abs() < least
     return Case(case.inputs, case.g.masked_fill(near, 0))
 
@@ -24,6 +24,6 @@ def error(got, want):
 
 
 def errors(op, case, call=None):
-    """Of the products, by their names."""
+    """The errors of the products, by their names."""
     columns = names(case), run(call or op.call, case)[:3], run(op.eager, in_double(case))
     return {name: error(got, want) for name, got, want in zip(*columns)}

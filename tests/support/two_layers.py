@@ -57,7 +57,7 @@ class Block:
             return [linear(self.activation).call(self.x, self.weights[0], self.biases[0])]
 
     def plain(self, dtype, layers=2):
-        """The same by torch's functions, in another dtype."""
+        """Computes the block by torch's functions, in another dtype."""
         leaves = [t.detach().to(dtype).requires_grad_(t.requires_grad) for t in self.leaves]
         if layers == 2:
             return self.results(self.eager, leaves)
@@ -67,7 +67,7 @@ class Block:
 
 
 def apart(tensor, gap=24, offset=8):
-    """The same numbers in rows that are further apart, the first at an offset, NaN between them."""
+    """Returns the numbers in rows that are further apart, at an offset, with NaN between them."""
     rows, cols = tensor.shape
     wide = tensor.new_full((rows * (cols + gap) + offset,), float("nan"))
     return wide[offset:].view(rows, cols + gap)[:, :cols].copy_(tensor.detach())

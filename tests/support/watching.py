@@ -1,4 +1,4 @@
-"""What operators run, and what a graph keeps, seen from outside."""
+"""The operators that run, and the memory that a graph keeps."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch_fused_linear as tfl
 
 
 def explained(call: Callable[[], object]) -> tuple:
-    """What a call gives, and what explain says of it."""
+    """A call's result, and explain's report of it."""
     with tfl.explain() as report:
         result = call()
     return result, report
 
 
 def operators_of(call: Callable[[], object], *names: str) -> list:
-    """What explain says of a call: the operators, or several fields of each row by their names."""
+    """The operators of explain's report of a call, or several fields of each row by their names."""
     _, report = explained(call)
     fields = names or ("operator",)
     rows = [tuple(getattr(row, field) for field in fields) for row in report.calls]
@@ -42,7 +42,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def shapes_of(self, name: str) -> list[tuple[int, ...]]:
-        """Of the first argument, for every call of that operator."""
+        """The shape of the first argument in every call of that operator."""
         pairs = zip(self.names, self.arguments)
         return [tuple(args[0].shape) for called, args in pairs if called == name]
 

@@ -1,4 +1,4 @@
-"""What other libraries' blocks compute, under their names, on a CPU."""
+"""Stand-ins for other libraries' blocks, under their names, on a CPU."""
 
 from types import SimpleNamespace
 

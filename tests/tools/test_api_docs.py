@@ -110,8 +110,10 @@ def test_docstring(name):
         assert exception in section(docstring, "Raises"), f"Raises says nothing of {exception}"
 
 
-# A docstring begins with its subject or its verb.
-FIRST_WORDS = ("Of ", "What ", "Whether ", "The same", "In place of")
+# A docstring or comment begins with its subject or its verb.
+FIRST_WORDS = ("Of ", "What ", "Whether ", "Whoever ", "Nor ", "The same ", "In place of")
+FOLDERS = ("torch_fused_linear", "csrc", "tests", "benchmarks", "examples", "build_tools")
+MARKS = {".py": "#", **dict.fromkeys((".h", ".cpp", ".cu", ".cuh"), "//")}
 
 
 def docstrings_of(path):
@@ -120,16 +122,39 @@ def docstrings_of(path):
             yield ast.get_docstring(node) or ""
 
 
-def test_docstrings_begin_with_subject_or_verb():
-    folder = ROOT / "torch_fused_linear"
-    paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}
-    wrong = [
-        f"{name}: {docstring.splitlines()[0]}"
-        for name, path in sorted(paths.items())
-        for docstring in docstrings_of(path)
-        if docstring.startswith(FIRST_WORDS)
-    ]
-    assert wrong == [] and len(paths) > 50
+def comments_of(path):
+    """The comments that have lines of their own, without the lines that continue another's."""
+    mark, before = MARKS[path.suffix], False
+    for line in path.read_text().splitlines():
+        text = line.strip()
+        if text.startswith(mark) and not before:
+            yield text.removeprefix(mark).strip()
+        before = text.startswith(mark)
+
+
+def awkward(paths):
+    """The docstrings and comments that begin with another word."""
+    for path in paths:
+        docstrings = docstrings_of(path) if path.suffix == ".py" else ()
+        for text in (*docstrings, *comments_of(path)):
+            if text.startswith(FIRST_WORDS):
+                yield f"{path.name}: {text.splitlines()[0]}"
+
+
+def test_docstrings_and_comments_begin_with_subject_or_verb():
+    files = [p for folder in FOLDERS for p in (ROOT / folder).rglob("*") if p.suffix in MARKS]
+    # A user's docstring that a test holds fuse_ to.
+    files = [p for p in files if "include" not in p.parts and p.name != "test_fuse_looks.py"]
+    assert [*awkward(files)] == [] and len(files) > 400
+
+
+def test_awkward_first_words_are_found(tmp_path):
+    for name, text in {
+        "a.py": 'x = 1\n"""a"""\n# Of two.\n',
+        "b.h": "// So.\n\n// What b is.\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    assert [*awkward(sorted(tmp_path.iterdir()))] == ["a.py: Of two.", "b.h: What b is."]
 
 
 # By the comment in an example's first line: whether this machine has what it needs.
@@ -166,7 +191,7 @@ def test_the_example_of_a_docstring_runs(name, tmp_path, monkeypatch):
 
 
 def found(pattern: str, *globs: str) -> list[str]:
-    """What the pattern has as a group, in files of csrc."""
+    """The matches of the pattern's group in files of csrc."""
     paths = sorted(path for glob in globs for path in (ROOT / "csrc").glob(glob))
     text = "\n".join(path.read_text() for path in paths)
     return re.findall(pattern, text, re.DOTALL | re.MULTILINE)
@@ -200,7 +225,7 @@ REASONS = {
 
 
 def fuse_reasons(path: Path) -> list[str]:
-    """What a function of fuse/ gives as a reason: its strings, or the longest piece of one."""
+    """The reasons that a function of fuse/ returns: its strings, or the longest piece of one."""
     found = []
     for function in ast.walk(ast.parse(path.read_text())):
         if not isinstance(function, ast.FunctionDef) or not re.search(

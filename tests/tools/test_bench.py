@@ -59,7 +59,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 # -------------------------------------------------------------------------------------- timing
 
 
-def test_whoever_sleeps_longer_is_slower():
+def test_a_longer_sleep_is_slower():
     sleepers = [Contender(f"{ms} ms", lambda ms=ms: time.sleep(ms / 1e3)) for ms in (4, 1, 2)]
     numbers, failed = measure(sleepers, wall_clock, seconds=0)
     assert not failed
@@ -197,7 +197,7 @@ def test_rivals_get_what_they_are_named_for(rivals_installed):
 
 
 @pytest.mark.parametrize("name", dict.fromkeys([*rivals.BLOCKS, *gated.OTHERS]))
-def test_what_is_not_installed_is_named(name, monkeypatch):
+def test_missing_libraries_are_named(name, monkeypatch):
     is_gated = name not in rivals.BLOCKS
     package = name.removesuffix("-tuned").removesuffix("-fused").replace("-", "_")
     monkeypatch.setitem(sys.modules, f"{package}{'_kernel' * is_gated}", None)
@@ -224,7 +224,7 @@ ASKED = [
 
 
 @pytest.mark.parametrize(("case", "device", "names"), ASKED, ids=str)
-def test_who_takes_part(case, device, names):
+def test_contenders_of_each_case(case, device, names):
     asked = [*SUITES[case.suite].ours, "eager", "addmm", "linear", "mm", "conv", "copy", "packed"]
     asked += [*rivals.BLOCKS, *gated.OTHERS, "low", "cublaslt"]
     if case.kind == "layers":
@@ -295,7 +295,7 @@ KEPT = [
 
 
 @pytest.mark.parametrize(("case", "want"), KEPT, ids=str)
-def test_what_a_step_keeps(case, want):
+def test_memory_a_step_keeps(case, want):
     record = measure_case(case, [*want], CPU, seconds=0)
     assert not record.failed
     assert {name: number.median * 2**20 for name, number in record.numbers.items()} == want
@@ -374,7 +374,7 @@ def test_an_interrupted_run_keeps_what_it_measured(tmp_path, monkeypatch, capsys
     assert "after 3 of 36 cases" in said and "stopped by Ctrl-C" in said
 
 
-def test_what_our_reference_fails_at_too_is_no_failure_of_ours():
+def test_a_failure_of_the_reference_too_is_not_ours():
     for ours, reference in (("fused", "eager"), ("compile+pass", "compile")):
         record = Record(STEP, "us", failed={ours: "no"})
         assert record.failed_alone(ours) and not record.failed_alone("mlp")
@@ -544,7 +544,7 @@ def test_no_row_of_fp8_steps_begins_after_the_limit():
 
 
 def test_in_fp8_a_block_keeps_less():
-    """Of a step's tensors with a hidden layer of four widths; the weights' copies aside."""
+    """Counts a step's tensors with a hidden layer of four widths, without the weights' copies."""
     case = {"sizes": [64, 256, 64], "tokens": 2048, "activation": "gelu"}
     block = float8.Block(case, CPU)
     ours, bf16 = (block.saved(name).median * 2**20 for name in ("ours", "ours in bf16"))
@@ -729,7 +729,7 @@ LIBRARIES |= dict.fromkeys(("DLRM tiny", "TD3 tiny", "VGG-tiny"), "torch")
 
 
 def outcome_of_model(made: Models, name: str) -> list[torch.Tensor]:
-    """What is left of a call: the output, or all gradients."""
+    """The results of a call: the output, or all gradients."""
     contender = made.contender(name)
     with contender.conditions():
         if made.case.mode == "forward":
@@ -815,7 +815,7 @@ def test_each_model_is_of_its_size_and_activation(name, activation):
 
 @pytest.mark.parametrize(("joules", "watts"), [(30, pytest.approx(300, rel=0.05)), (0, None)])
 def test_power_is_taken_between_steps_of_the_counter(joules, watts, monkeypatch):
-    """Of energy, which goes up every 100 ms, or is not there."""
+    """A counter of energy goes up every 100 ms, or is not there."""
     spent = Counter(s=0.03)
     monkeypatch.setattr(machine.time, "perf_counter", lambda: spent["s"])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
@@ -832,7 +832,7 @@ def test_a_missing_package_is_told_in_words(monkeypatch, capsys):
 
 
 def test_memory_of_a_step():
-    """Of two blocks with 64 hidden features for each of five tokens of two images."""
+    """Two blocks keep 64 hidden features for each of five tokens of two images."""
     pytest.importorskip("timm")
     case, _ = cases_of("memory-models", CPU, quick=True, dtypes=["fp32"])
     assert case.mode == "saved", "the peak can be told of a GPU only"

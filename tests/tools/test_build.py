@@ -410,7 +410,7 @@ MINOR = releases.minor(torch.__version__)
 LIBRARY = f"torch_fused_linear/lib/torch{MINOR}/_C.abi3.so"
 DIRECT = f"torch_fused_linear/lib/torch{MINOR}/_direct{SUFFIX}"
 
-# In place of a compiler: one that fails, so that no attempt to build goes unnoticed, and one that
+# Replaces compilers: one that fails, so that no attempt to build goes unnoticed, and one that
 # writes a file where it is told to.
 FAILING = "exit 1"
 WORKING = """
@@ -519,7 +519,7 @@ def package(tmp_path):
 
 @pytest.fixture
 def folder(package):
-    """Of the release of torch that runs."""
+    """The library's folder for the release of torch that runs."""
     return package / "lib" / f"torch{MINOR}"
 
 

@@ -45,7 +45,7 @@ def text_of(path):
 
 
 def names(text, function):
-    """Whether the text has the last part of the function's name as a word."""
+    """Returns whether the text has the last part of the function's name as a word."""
     return re.search(rf"\b{re.escape(function.rpartition('::')[2])}\b", text) is not None
 
 
@@ -56,7 +56,7 @@ def hops_of(lines):
 
 
 def wrong_in(lines):
-    """What a path says that the code does not."""
+    """The steps of a path that the code does not have."""
     found = []
     for line in lines:
         where = ROOT / line.path

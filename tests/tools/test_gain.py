@@ -59,7 +59,7 @@ def share(model, x, step):
 @pytest.mark.parametrize(("width", "others", "low", "high"), [(512, 8, 0.8, 1), (8, 512, 0, 0.2)])
 @pytest.mark.parametrize("step", [False, True])
 def test_the_share_is_that_of_the_block(width, others, low, high, step):
-    """Of a step also its backward, whose products have names of torch's own."""
+    """A step's backward counts, too; its products have names of torch's own."""
     model = Ends(lambda model, y: y.sum() + (model.others @ model.others).sum(), width)
     model.others = nn.Parameter(torch.randn(others, others))  # for products that cannot be fused
     part, most = share(model, torch.randn(256, width), step)
@@ -67,7 +67,7 @@ def test_the_share_is_that_of_the_block(width, others, low, high, step):
 
 
 def test_products_are_what_is_left():
-    """Of a block of few features nearly all of the time is elsewhere than in its products."""
+    """A block of few features spends nearly all of its time outside its products."""
     model = nn.Sequential(nn.Linear(2, 4096), nn.GELU(), nn.Linear(4096, 2))
     assert share(model, torch.randn(512, 2), step=False)[1] > 1.3
 
@@ -107,7 +107,7 @@ def test_the_model_stays_as_it_is(device, fused_before, monkeypatch):
     tfl.unfuse_(model)
 
 
-def test_what_is_measured_trains_as_the_model_does():
+def test_the_measured_copy_trains_as_the_model():
     """A frozen part of a model in training stays frozen, and inference is not training."""
     model = Model()
     model.drop.eval()

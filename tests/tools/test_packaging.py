@@ -1,4 +1,4 @@
-"""What is handed out: the source distribution, the wheel, what they say of themselves."""
+"""The source distribution and the wheel: their files and their metadata."""
 
 import json
 import os

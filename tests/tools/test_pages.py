@@ -35,7 +35,7 @@ LAYERS = [
 
 @pytest.fixture
 def tables(tmp_path):
-    """What a page makes of records, each list with its header."""
+    """The text that a page makes of records, each list with its header."""
 
     def made(*files, page="everything"):
         for k, (header, records) in enumerate(files):
@@ -136,7 +136,7 @@ def fp8(**case):
     }
 
 
-def test_what_the_page_says_of_steps_in_fp8():
+def test_numbers_on_the_page_of_steps_in_fp8():
     clock, captured = fp8(mode="step"), fp8(mode="step, captured")
     kernels, saved = fp8(mode="kernels"), fp8(mode="saved")
     gated = (2048, "silu")
@@ -155,7 +155,7 @@ def test_what_the_page_says_of_steps_in_fp8():
     assert 0.8 < saved[1024, "gelu"]["torchao"] < 1 < saved[1024, "gelu"]["ours in bf16"]
 
 
-def test_what_the_page_says_of_training_in_fp8():
+def test_numbers_on_the_page_of_training_in_fp8():
     found = sorted(find(H200, suite="float8-training"), key=lambda r: r["case"]["seed"])
     assert [r["case"]["seed"] for r in found] == [0, 1, 2, 3]
     losses = {arm: [median(r, arm) for r in found] for arm in ("bf16", "torchao", "ours")}

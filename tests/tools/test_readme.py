@@ -39,7 +39,7 @@ def rivals_graph(width):
 
 
 def of_compiled_block(width, tokens=8192):
-    """Of the modes of torch.compile the fastest, as in the table."""
+    """The fastest of torch.compile's modes, as in the table."""
     return times_compiled(*find(RESULTS, **block(width) | {"tokens": tokens}))
 
 

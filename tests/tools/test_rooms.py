@@ -58,7 +58,7 @@ def imported(node, package):
 
 
 def imports():
-    """Of every module of the package: those of the package that its code imports anywhere."""
+    """For every module of the package, the package's modules that its code imports anywhere."""
     paths = {}
     for path in PACKAGE.rglob("*.py"):
         name = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")

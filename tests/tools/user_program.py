@@ -1,4 +1,4 @@
-"""What a user writes: read by mypy and pyright, and run, by test_typing.py."""
+"""A user's program, which test_typing.py runs and gives to mypy and pyright."""
 
 import torch
 from typing_extensions import assert_type

@@ -219,7 +219,7 @@ class Resolver:
         by_position = [*text.node.args.posonlyargs, *text.node.args.args]
         self.self_name = by_position[0].arg if by_position else ""
         arguments = {a.arg for a in ast.walk(text.node.args) if isinstance(a, ast.arg)}
-        # What is given to each local name: ``*x`` for one of what x yields, None for an argument.
+        # The values assigned to each local name: ``*x`` for an element of x, None for an argument.
         self.assigned: dict[str, list[ast.expr | None]]
         self.assigned = {name: [None] for name in arguments - {self.self_name}}
         for node in ast.walk(text.node):

@@ -150,7 +150,7 @@ class _Method:
         for node, after in zip(nodes[-2::-1], nodes[::-1]):
             if not self.graph.alias_db().move_before_topologically_valid(node, after):
                 return False
-        # What writes to that which they read may have been moved between.
+        # A node that writes to their inputs may have been moved between them.
         wanted = [node.outputsAt(0).unique() for node in nodes]
         active = [n for n in nodes[-1].owningBlock().nodes() if n.kind() not in PASSIVE]
         order = [next((value.unique() for value in n.outputs()), None) for n in active]

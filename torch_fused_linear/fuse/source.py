@@ -16,9 +16,9 @@ from torch.compiler import is_dynamo_compiling
 
 from .runs import Scope, dotted, is_docstring, step_of
 
-# What `from __future__ import` sets in a code's flags.
+# The flags that `from __future__ import` sets in a code object.
 FUTURE = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
-# What the user wrote in place of code that we have put into functions, by its file, too.
+# The user's code by the code that replaces it in functions, and by its file.
 ORIGINALS: dict[tuple[str, CodeType], CodeType] = {}
 # The name, part by part, and the options of what a function calls that does nothing else.
 Recipe = tuple[list[str], dict]

@@ -14,7 +14,7 @@ from torch.fx import Node
 from .matching import Linear
 from .spellings import called, kind
 
-# What stands between a collective and a product: waiting, and another order of the parts.
+# Functions between a collective and a product, which wait or put the parts in another order.
 _MOVES = (torch.cat, torch.chunk, torch.split, operator.getitem, torch.Tensor.chunk)
 _MOVING_METHODS = ("chunk", "split", "to")
 

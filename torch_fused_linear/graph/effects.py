@@ -11,7 +11,7 @@ from .._support.torch_internals import OpOverload, OpOverloadPacket, aten_schema
 
 _SWITCHES = ("_enter_", "_exit_", "_set_grad_enabled")
 
-# Of the module operator, and as methods within underscores.
+# Functions of the module operator, which exist as methods within underscores, too.
 _IN_PLACE = {"setitem", "delitem", "iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul"}
 _IN_PLACE |= {"imod", "imul", "ior", "ipow", "irshift", "isub", "itruediv", "ixor"}
 

@@ -64,7 +64,7 @@ def _keeps_strides(fakes: list[FakeTensor], geometry: tuple, result: FakeTensor)
             ours = _conv2d_relu(input, weight, bias[0] if bias else None, *geometry)
         except (ValueError, TypeError, RuntimeError):  # whatever it refuses
             return False
-    # What comes after may view the result, and so needs the strides that it has now.
+    # Later nodes may view the result, so it must keep its strides.
     return same(list(ours.shape), list(result.shape)) and same(_strides(ours), _strides(result))
 
 

@@ -10,7 +10,7 @@ from ..activations import OPERATORS
 
 _aten, _fused = torch.ops.aten, torch.ops.fused
 
-# What torch, ATen and methods call alike.
+# Functions with one name in torch, ATen and among the methods.
 _ALIKE = ("addmm", "matmul", "add", "mul", "pow", "square", "tanh", "relu", "t", "transpose")
 _ALIKE += ("permute", "chunk")
 # Whatever keeps every element in its place when the tensor is read row by row.
@@ -41,7 +41,7 @@ _METHODS = {
     **{"mm": "matmul", "__matmul__": "matmul", "__add__": "add", "add_": "add_", "relu_": "relu"},
     **dict.fromkeys((*_VIEWS, "view", "unflatten", "contiguous"), "view"),
 }
-# What the arguments are called; some spellings say `self` for the first.
+# The names of the arguments; some spellings call the first one `self`.
 _ARGUMENTS = {
     "linear": ("input", "weight", "bias"),
     **dict.fromkeys(OPERATORS, ("input", "weight", "bias", "memory")),

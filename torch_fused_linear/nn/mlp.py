@@ -180,7 +180,7 @@ class FusedMLP(nn.Sequential):
         return super().__getitem__(index)
 
     def __prepare_scriptable__(self) -> nn.Module:
-        # What is scripted stays as it is: a chain that runs one by one now is scripted one by one.
+        # A script cannot change later: a chain that runs layer by layer now is scripted that way.
         return self if self._runs_as_one() else self.to_sequential()
 
     @torch.jit.unused

@@ -93,7 +93,7 @@ auto& convolutions() {
   return *value;  // outlives every thread
 }
 
-// What was chosen, unless it is to be chosen anew.
+// Returns the choice, unless it is to be made anew.
 std::optional<Choice> chosen(const ConvKey& key, bool even_if_due) {
   return convolutions().read(key, [=](const KnownConv& known) {
     const bool holds = known.decision && known.decision->generation == plans::generation();
@@ -333,7 +333,7 @@ Tensor forward_in_best_way(const Tensor& image, const Tensor& weight, const Opti
   const ConvProblem p(image, weight, bias, geometry);
   auto [way, reason, generation] = choice_for(p);
   if (way == cudnn) {
-    // What was tried was aligned: another alignment, up to 32 bytes, may be another kernel.
+    // The trial's operands were aligned: with less than 32 bytes cuDNN may take another kernel.
     const auto format = format_of(image, weight);
     const auto ready = [](Tensor tensor) { return aligned(tensor) ? tensor : tensor.clone(); };
     const auto x = ready(image.contiguous(format)), w = ready(weight.contiguous(format));

@@ -22,7 +22,7 @@ using fused::float8::Nonuple, fused::float8::Reference;
 constexpr int least_arch = 89, most_devices = 64;  // device_of refuses more
 
 // Why there are no FP8 kernels for the device, or nullptr.
-const char* reason_against(int device) {
+const char* objection(int device) {
   static std::array<std::atomic<int>, most_devices> answers;  // 0: not asked
   auto& answer = answers[device];
   if (answer == 0) {
@@ -105,7 +105,7 @@ struct Again {
 struct Cuda {
   static constexpr bool obeys_policy = true;
   static bool is_usable(const at::TensorBase& like) {
-    return reason_against(like.get_device()) == nullptr;
+    return objection(like.get_device()) == nullptr;
   }
 
   static Quadruple cast(const Tensor& input, bool gradient, bool sum, bool columns) {
@@ -221,8 +221,8 @@ struct Cuda {
 };
 
 [[maybe_unused]] const bool is_set_up = [] {
-  fused::float8::set_reason_against_gpu([](c10::Device device) -> const char* {
-    return reason_against(device.has_index() ? device.index() : c10::cuda::current_device());
+  fused::float8::set_gpu_objection([](c10::Device device) -> const char* {
+    return objection(device.has_index() ? device.index() : c10::cuda::current_device());
   });
   return true;
 }();

@@ -1,4 +1,4 @@
-// In place of hopper.cpp where the kernels are not built.
+// Replaces hopper.cpp where the kernels are not built.
 
 #include "cuda/hopper/hopper.h"
 

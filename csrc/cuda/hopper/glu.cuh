@@ -114,13 +114,14 @@ class GatedStore {
   using SmemBlock =
       decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Element>{}, Block{}));
   static_assert(half_features * sizeof(Element) == 128, "a token's features are a swizzled row");
-  // What CUTLASS's kernel asks for.
+  // CUTLASS's kernel asks for these names.
   using ElementC = void;
   using ElementD = Element;
   using StrideC = cute::Stride<cute::_1, int64_t, int64_t>;
   using StrideD = StrideC;
 
-  // Of one result at a time: what is saved here holds further stages of the operands.
+  // The results use this memory one after the other. The memory saved holds more stages of the
+  // operands.
   struct alignas(1024) SharedStorage {
     Element data[half_features * tokens_of_tile];
   };

@@ -1,4 +1,4 @@
-// y = act(z), where no epilogue computes it, or rounds or runs worse.
+// Computes y = act(z) for activations that no epilogue computes as exactly and as fast.
 
 #include "cuda/kernels/activation.h"
 #include "cuda/kernels/launch.cuh"

@@ -43,8 +43,8 @@ __device__ inline T narrow(Accumulator<T> x) {
 template <typename T>
 using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
 
-// 16-bit types go in pairs, one instruction each; by value, as a vector behind a reference is
-// loaded piece by piece.
+// Types of 16 bits are converted in pairs, with one instruction for each pair. Vectors are passed
+// by value, because the compiler loads a vector behind a reference in pieces.
 template <typename T, int n>
 __device__ inline void widen(Vector<T, n> from, Accumulator<T> (&to)[n]) {
   if constexpr (sizeof(T) == 2 && n % 2 == 0) {
@@ -83,12 +83,12 @@ __device__ inline Vector<T, n> narrow(const Accumulator<T> (&from)[n]) {
   return to;
 }
 
-// 16 bytes a thread is what memory likes best.
+// Memory is fastest with 16 bytes for each thread.
 template <typename T>
 inline constexpr int full_vector = 16 / static_cast<int>(sizeof(T));
 
-// `quick` marks results that are rounded to 16 bits afterwards; ReLU and its square are exact
-// anyway.
+// `quick` says that the result is rounded to 16 bits afterwards. ReLU and its square are exact in
+// both forms.
 template <Activation activation, bool quick, typename A>
 __device__ inline A activate(A z) {
   if constexpr (quick || !quick::is_smooth<activation>) {
@@ -104,7 +104,7 @@ __device__ inline A activate(A z) {
   }
 }
 
-// dL/dz from dL/dy; saved is the output for ReLU, else the pre-activation.
+// Returns dL/dz for dL/dy. `saved` is ReLU's output, or the pre-activation of the others.
 template <Activation activation, bool quick, typename A>
 __device__ inline A activation_gradient(A grad, A saved) {
   if constexpr (quick || !quick::is_smooth<activation>) {
@@ -127,7 +127,7 @@ __device__ inline A activation_gradient(A grad, A saved) {
   }
 }
 
-// Blocks of 256 threads, as wide as the rows allow and at least one warp's worth of memory wide.
+// Blocks have 256 threads, and are as wide as the rows allow, but at least a warp wide.
 constexpr int block_threads = 256;
 
 inline dim3 block_shape(int64_t vectors_per_row) {
@@ -138,15 +138,15 @@ inline dim3 block_shape(int64_t vectors_per_row) {
 
 constexpr int64_t most_blocks_down = 65535;
 
-// A block takes some rows at a time and walks on by all that are taken at once.
+// A block computes some rows, then moves on by the number of rows that all blocks compute at once.
 inline dim3 grid_shape(int64_t rows, int64_t vectors_per_row, dim3 block, int rows_at_once) {
   const int64_t down = int64_t{block.y} * rows_at_once;
   return dim3((vectors_per_row + block.x - 1) / block.x,
               std::min((rows + down - 1) / down, most_blocks_down));
 }
 
-// Calls fn(row, n) for rows `stride` apart, `at_once` and at the end one by one, so that many loads
-// are under way before the first is used.
+// Calls fn(row, n) for rows `stride` apart, with n = `at_once` and at the end 1, so that many loads
+// are under way before the first value is used.
 template <int at_once, typename Fn>
 __device__ void walk_down(int64_t row, int64_t rows, int64_t stride, const Fn& fn) {
   for (; row + (at_once - 1) * stride < rows; row += at_once * stride) {

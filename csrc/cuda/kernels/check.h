@@ -1,12 +1,12 @@
 #pragma once
 
-// Errors of CUDA in a library that knows nothing of torch.
+// Reports CUDA's errors from a library that knows nothing of torch.
 
 #include <cuda_runtime_api.h>
 
 namespace fused::cuda::kernels {
 
-// What raises an error, in its caller's words; until it is set, a std::runtime_error.
+// The function that raises an error. Until the caller sets it, it throws std::runtime_error.
 using Raise = void (*)(cudaError_t error);
 void set_raise(Raise raise);
 
@@ -18,7 +18,7 @@ inline void check(cudaError_t result) {
 
 inline void check_launch() { check(cudaGetLastError()); }
 
-// Waits and loading, which would end a capture in another thread, do not while one lives.
+// While one lives, waiting and loading kernels do not end a capture in another thread.
 class OthersMayCapture {
  public:
   OthersMayCapture() { check(cudaThreadExchangeStreamCaptureMode(&mode_)); }

@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(block_threads) forward_kernel(Gating args) {
   }
 }
 
-// Does `count` rows, blockDim.y apart, of a thread's columns. ReLU's pre-activation tells its
-// derivative.
+// Computes `count` rows, blockDim.y apart, of a thread's columns. ReLU's derivative follows from
+// its pre-activation.
 template <typename T, Activation activation, int width, int count>
 __device__ void some_rows(const GatingBackward& args, int64_t row, int64_t col,
                           Accumulator<T> (&gate_sums)[width], Accumulator<T> (&up_sums)[width]) {
@@ -77,7 +77,7 @@ __device__ void some_rows(const GatingBackward& args, int64_t row, int64_t col,
   }
 }
 
-// Leaves the chunks' sums in `partials`, [2, chunks, cols], gate's first.
+// Writes the chunks' sums to `partials`, [2, chunks, cols], gate's first.
 template <typename T, Activation activation, int width>
 __global__ void __launch_bounds__(block_threads, blocks_per_processor)
     backward_kernel(GatingBackward args, int64_t rows_per_chunk, Accumulator<T>* partials) {
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(block_threads, blocks_per_processor)
   __shared__ A shared[block_threads * width];
   const auto put = [&](A(&sums)[width], void* result, A* chunks) {
     if (result == nullptr) return;
-    __syncthreads();  // the one before has been read
+    __syncthreads();  // the values before have been read
     sum_over_y(sums, shared);
     put_sums<T>(sums, shared, col < args.cols, col, args.cols, chunks, {result});
   };
@@ -124,7 +124,7 @@ Chunks chunks_of(const GatingBackward& args) {
   const int64_t columns = per_row(args, takes_vectors(args));
   const dim3 block = block_shape(columns);
   const int64_t wave = blocks_in_wave(args.processors * blocks_per_processor, columns, block);
-  // A block that reads only a few rows costs more where the chunks are added up than it saves here.
+  // More blocks of few rows cost more in adding up their sums than they save here.
   const int64_t passes_in_flight = args.rows / (block.y * rows_in_flight);
   return in_chunks(args.rows, columns, block, std::min(wave, passes_in_flight / 2),
                    /*cluster=*/false);

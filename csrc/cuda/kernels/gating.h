@@ -1,6 +1,6 @@
 #pragma once
 
-// Kernels of gated layers: act(gate) * up, and its backward in one pass.
+// Kernels of gated layers: act(gate) · up, and its backward in one sweep over memory.
 
 #include "core/activation.h"
 #include "gemm/problem.h"
@@ -22,14 +22,14 @@ struct Gating {
 
 void gating_forward(const Gating& args, cudaStream_t stream);
 
-// The gradients of gate and up, their column sums, and hidden again, read and written once. Sums
-// run as in activation_backward. What is not wanted is null.
+// Computes the gradients of gate and up, their column sums, and hidden again, in one sweep over
+// memory. Sums run as in activation_backward. A result that is not wanted is null.
 struct GatingBackward : Gating {
-  int processors = 1;          // of the device: how many blocks to make
-  const void* grad = nullptr;  // of hidden
+  int processors = 1;          // the device's multiprocessors
+  const void* grad = nullptr;  // hidden's gradient
   int64_t ld_grad = 0;
   void *grad_gate = nullptr, *grad_up = nullptr;
-  int64_t ld_result = 0;                          // of both
+  int64_t ld_result = 0;                          // of both gradients
   void *gate_sums = nullptr, *up_sums = nullptr;  // [cols]
 };
 

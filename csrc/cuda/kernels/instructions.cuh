@@ -14,8 +14,8 @@ __device__ inline float reciprocal(float x) {
   return y;
 }
 
-// Lets the next kernel of the stream begin, which must call this before it touches memory, and
-// waits for the one before (programmatic dependent launch).
+// Lets the stream's next kernel start, and waits for the one before (programmatic dependent
+// launch). A kernel that starts early must call this before it touches memory.
 __device__ inline void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -23,10 +23,10 @@ __device__ inline void wait_for_previous_kernel() {
 #endif
 }
 
-// Waits for all threads of the cluster's blocks, and sees what was written before.
+// Waits for all threads of the cluster's blocks. Their earlier writes can be read afterwards.
 __device__ inline void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
-  __syncwarp();  // what is aligned, a warp runs as one
+  __syncwarp();  // the aligned instruction needs the warp's threads together
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }

@@ -10,7 +10,7 @@
 
 namespace fused::cuda::kernels {
 
-// Asks each device once.
+// Remembers an answer for each device, which is asked once.
 class PerDevice {
  public:
   template <typename Ask>
@@ -29,8 +29,8 @@ class PerDevice {
   std::array<std::atomic<int>, 64> answers_{};
 };
 
-// Tells the architecture that a kernel was compiled for, which the list of architectures does not;
-// 0: none.
+// Returns the architecture that a kernel was compiled for on this device, 0 if there is none. The
+// list of architectures does not say it.
 template <typename Kernel>
 int compiled_arch(Kernel* kernel) {
   cudaFuncAttributes attributes{};
@@ -48,13 +48,13 @@ void launch_rows(void (*kernel)(Parameters...), int64_t rows, int64_t vectors_pe
   check_launch();
 }
 
-// Lets a kernel that calls wait_for_previous_kernel begin early, where its code can wait; `cluster`
-// blocks next to each other along x.
+// Launches a kernel that calls wait_for_previous_kernel, and lets it start early if its code was
+// compiled for an architecture that can wait. `cluster` blocks along x form a cluster.
 template <typename... Parameters, typename... Arguments>
 void launch_early(void (*kernel)(Parameters...), dim3 grid, dim3 block, int cluster,
                   cudaStream_t stream, const Arguments&... arguments) {
   constexpr int waiting_arch = 90;
-  static PerDevice waits;  // of all kernels alike: they are compiled for the same architectures
+  static PerDevice waits;  // one for all kernels, which are compiled for the same architectures
   std::array<cudaLaunchAttribute, 2> attributes;
   unsigned count = 0;
   if (waits([kernel] { return compiled_arch(kernel) >= waiting_arch; })) {

@@ -1,8 +1,8 @@
 #pragma once
 
-// The kernel of ordered_product.h. An element is the sum of sums of 64 products each, in the order
-// of `inner`: every product is one fused multiply-add in one thread. Tiles decide which thread that
-// is and nothing of the order, so that each number of rows may have the tile that suits it.
+// The kernel of ordered_product.h. An element is a sum of partial sums of 64 products each, in the
+// order of `inner`. One thread computes it by fused multiply-adds. The tile decides which thread
+// that is and not the order, so the fastest tile may be chosen for each number of rows.
 
 #include <cstdint>
 
@@ -14,7 +14,7 @@ struct Strided {
   int64_t row, inner;  // strides
 };
 
-// `features` x `tokens` elements for a block, per_thread x per_thread for a thread.
+// A block computes `features` x `tokens` elements, a thread per_thread x per_thread.
 template <int features, int tokens, int per_thread>
 struct OrderedTile {
   static constexpr int wide = features, high = tokens, each = per_thread;
@@ -23,14 +23,14 @@ struct OrderedTile {
 
 namespace ordered {
 
-// Every tile has these: the end of `inner` is filled up with zeros to whole slices, which could
-// change the sign of a zero.
+// All tiles have slices of one size. Zeros fill up the last slice of `inner`, and may change the
+// sign of a zero.
 inline constexpr int slice = 16, slices_in_a_sum = 4;
 
 __device__ inline float multiply_add(float a, float b, float sum) { return fmaf(a, b, sum); }
 __device__ inline double multiply_add(double a, double b, double sum) { return fma(a, b, sum); }
 
-// Loads `extent` rows of one slice after the other, neighbours in memory by neighbouring threads.
+// Loads `extent` rows of each slice. Neighbouring threads load neighbours in memory.
 template <typename T, int extent, int threads>
 class Loader {
   static constexpr int count = extent * slice / threads;
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(Tile::threads)
                            int64_t ld_result, int64_t rows, int64_t cols, int64_t inner) {
   using namespace ordered;
   constexpr int padding = 4, each = Tile::each, vector = 4;
-  constexpr int parts = each / vector;  // far apart, so that a warp reads neighbours
+  constexpr int parts = each / vector;  // far apart, so that a warp's threads read neighbours
   static_assert(parts * vector == each);
   alignas(16) __shared__ T features[2][slice][Tile::wide + padding];
   alignas(16) __shared__ T tokens[2][slice][Tile::high + padding];

@@ -1,6 +1,6 @@
 #pragma once
 
-// A product whose sums have one order, whatever the number of rows.
+// A product that adds in the same order for every number of rows.
 
 #include "gemm/problem.h"
 
@@ -10,7 +10,8 @@
 
 namespace fused::cuda::kernels {
 
-// result [rows, cols] = left · right + bias, over `inner`. Any strides, in elements.
+// Computes result [rows, cols] = left [rows, inner] · right [inner, cols] + bias. Strides are any,
+// in elements.
 struct OrderedProduct {
   gemm::Type type = gemm::Type::f32;  // or f64
   int64_t rows = 0, cols = 0, inner = 0;

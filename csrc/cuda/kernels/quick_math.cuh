@@ -16,14 +16,14 @@ inline constexpr float gelu_beta = 0.7978845608028654f, gelu_kappa = 0.044715f;
 // 1 / (1 + 2^-x)
 __device__ inline float sigmoid2(float x) { return reciprocal(1.0f + exp2_of(-x)); }
 
-// GELU by tanh lets this share of z pass: (1 + tanh u) / 2 = 1 / (1 + exp(-2 u)).
+// GELU by tanh is z times this: (1 + tanh u) / 2 = 1 / (1 + exp(-2 u)).
 __device__ inline float gelu_gate(float z) {
   constexpr float scale = 2.0f * log2e * gelu_beta;
   return sigmoid2(z * fmaf(z * z, scale * gelu_kappa, scale));
 }
 
-// The normal distribution at z by Abramowitz and Stegun, 7.1.26: erfc as a polynomial times the
-// exponential of the density; absolute error 2.7e-7 in fp32.
+// Returns the normal distribution at z by Abramowitz and Stegun, 7.1.26: erfc as a polynomial times
+// the exponential of the density. The absolute error is 2.7e-7 in fp32.
 struct Normal {
   float density, below;
   __device__ explicit Normal(float z) {
@@ -40,7 +40,7 @@ struct Normal {
   }
 };
 
-// Whether exact forms differ from these.
+// Is true for activations whose exact forms differ from these.
 template <Activation activation>
 inline constexpr bool is_smooth =
     activation == Activation::gelu_tanh || activation == Activation::gelu_erf ||
@@ -64,13 +64,13 @@ __device__ inline A activate(A z) {
   }
 }
 
-// dL/dz from dL/dy; saved is the output for ReLU, else the pre-activation.
+// Returns dL/dz for dL/dy. `saved` is ReLU's output, or the pre-activation of the others.
 template <Activation activation, typename A>
 __device__ inline A gradient(std::type_identity_t<A> grad, A saved) {
   if constexpr (activation == Activation::relu) {
     return saved <= A(0) ? A(0) : grad;  // torch's rule: 0 at 0, and NaN lets the gradient pass
   } else if constexpr (activation == Activation::gelu_tanh) {
-    // The others are infinite far from 0, where the first factor vanishes.
+    // Far from 0 the other factors are infinite and the first is 0.
     const float gate = gelu_gate(saved);
     const float slope = fmaf(saved * saved, 6.0f * gelu_beta * gelu_kappa, 2.0f * gelu_beta);
     return grad * fmaf(fmaf(-gate, gate, gate) * saved, slope, gate);

@@ -15,8 +15,8 @@
 namespace fused::cuda::kernels {
 namespace {  // each file's kernels are its own
 
-// Adds up threads with the same threadIdx.x, pairwise, which is quicker and more exact. The sum is
-// left with threadIdx.y == 0.
+// Adds up the values of threads with the same threadIdx.x in pairs, which is faster and more exact
+// than one after the other. Threads with threadIdx.y == 0 hold the sum.
 template <typename A, int width>
 __device__ void sum_over_y(A (&sums)[width], A* shared) {
   const int threads = blockDim.x * blockDim.y;
@@ -76,12 +76,12 @@ __global__ void __launch_bounds__(block_threads)
   if (threadIdx.y == 0 && col < cols) put_sum<T>(sum[0], sums, col);
 }
 
-// A cluster's blocks read each other's shared memory: one kernel adds up a few chunks.
+// A cluster's blocks read each other's shared memory, so one kernel can add up a few chunks.
 constexpr int cluster_arch = 90;
 constexpr int most_blocks_in_cluster = 8;  // on every device that has clusters
 
-// Tells whether the current device has room for the largest cluster, and code that was compiled for
-// one.
+// Returns whether the current device has room for the largest cluster, and our code was compiled
+// for clusters.
 inline bool has_clusters(int device_arch) {
   if (device_arch < cluster_arch) return false;
   static PerDevice has;
@@ -102,8 +102,8 @@ inline bool has_clusters(int device_arch) {
   });
 }
 
-// Adds up the cluster's blocks, whose columns threads with threadIdx.y == 0 hold. The sum is left
-// with the first block. All threads take part.
+// Adds up the values of the cluster's blocks, which threads with threadIdx.y == 0 hold. The first
+// block holds the sum. All threads must call this.
 template <typename A, int width>
 __device__ void sum_over_cluster(A (&sums)[width], A* shared, bool holds_column) {
 #if __CUDA_ARCH__ >= 900
@@ -127,13 +127,13 @@ __device__ void sum_over_cluster(A (&sums)[width], A* shared, bool holds_column)
 #endif
 }
 
-// blockIdx.y is the number of a chunk of rows, a block's share.
+// Splits the rows into chunks, one for each blockIdx.y.
 struct Chunks {
   dim3 block, grid;
   int64_t rows_each;
-  bool cluster;  // of a column's chunks, which need no second kernel then
+  bool cluster;  // a cluster adds up a column's chunks, and no second kernel is needed
 
-  // Bytes of partial sums, [chunks, cols]; none where a block or a cluster sums a column.
+  // Bytes of partial sums, [chunks, cols]; 0 if one block or cluster sums a column.
   int64_t partial_bytes(int64_t cols, gemm::Type type) const {
     return cluster || grid.y == 1 ? 0 : grid.y * cols * (type == gemm::Type::f64 ? 8 : 4);
   }
@@ -143,7 +143,7 @@ inline int64_t blocks_in_wave(int64_t blocks, int64_t vectors_per_row, dim3 bloc
   return std::max<int64_t>(1, blocks / ((vectors_per_row + block.x - 1) / block.x));
 }
 
-// Makes at most so many chunks of whole passes of the block.
+// Makes at most `chunks` chunks. Each is a multiple of the rows that a block computes at once.
 inline Chunks in_chunks(int64_t rows, int64_t vectors_per_row, dim3 block, int64_t chunks,
                         bool cluster) {
   chunks = std::clamp(chunks, int64_t{1}, most_blocks_down);
@@ -163,8 +163,8 @@ void launch_chunks(void (*kernel)(Parameters...), const Chunks& chunks, cudaStre
   check(cudaLaunchKernelEx(&config, kernel, arguments...));
 }
 
-// Puts the sums of `width` columns from `col` on into the result, added up over the cluster where
-// the chunks are one, or into `partials`, [chunks, cols].
+// Writes the sums of `width` columns from `col` on. They go into the result if a cluster adds up
+// the chunks or there is one chunk, else into `partials`, [chunks, cols].
 template <typename T, int width>
 __device__ void put_sums(Accumulator<T> (&sums)[width], Accumulator<T>* shared, bool holds_column,
                          int64_t col, int64_t cols, Accumulator<T>* partials, const Sums& result) {

@@ -1,4 +1,5 @@
-// ReLU's bit mask of its output, for low memory, and for cuBLASLt's backward of a kept output.
+// Makes ReLU's bit mask from its output, for memory="low", and for cuBLASLt's backward if the
+// output was saved.
 
 #include "cuda/kernels/activation.h"
 #include "cuda/kernels/launch.cuh"
@@ -8,7 +9,7 @@ namespace {
 
 constexpr int rows_in_flight = 4;
 
-// A byte of the mask is about so many loads.
+// The 8 columns of a byte of the mask.
 template <typename T, int width>
 struct Columns {
   Vector<T, width> vectors[8 / width];
@@ -42,7 +43,7 @@ __device__ uint8_t bits_of(const Columns<T, width>& columns) {
   return static_cast<uint8_t>(bits);
 }
 
-// A thread owns a byte, 8 columns or fewer at a row's end, and walks down the rows.
+// A thread makes the bytes of 8 columns, or fewer at a row's end, one row after the other.
 template <typename T, int width>
 __global__ void __launch_bounds__(block_threads)
     relu_mask_kernel(int64_t rows, int64_t cols, const T* __restrict__ output, int64_t ld,

@@ -90,22 +90,23 @@ Algorithm algorithm_of(const cublasLtMatmulHeuristicResult_t& result) {
           static_cast<int64_t>(result.workspaceSize)};
 }
 
-// Tells NVIDIA's bug 6580689, from 12.6 Update 2 until 13.4 Update 1: algorithm 66 gives wrong
-// results on Hopper and later where its split does not divide K.
+// Algorithm 66 gives wrong results on Hopper and later GPUs if its split does not divide K:
+// NVIDIA's bug 6580689, from CUDA 12.6 Update 2 until 13.4 Update 1.
 bool is_known_wrong(const cublasLtMatmulAlgo_t& algo, const Problem& problem) {
   if (config<int32_t>(algo, CUBLASLT_ALGO_CONFIG_ID) != 66) return false;
   const auto splits = config<int32_t>(algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM);
   return splits > 1 && problem.k % splits != 0;
 }
 
-// Two algorithms, offered for odd extents in 16 bits, apply the epilogue to an already rounded
-// product: with a bias the trial refuses them.
+// The heuristic offers two algorithms for odd extents in 16 bits that round the product before the
+// epilogue. With a bias their error is too large.
 bool rounds_twice(const cublasLtMatmulAlgo_t& algo) {
   const auto id = config<int32_t>(algo, CUBLASLT_ALGO_CONFIG_ID);
   return id == 23 || id == 24;
 }
 
-// Whether every kernel of the library can read all rows, some of them 16 bytes at a time.
+// Returns whether all rows begin at multiples of 16 bytes, which some of the library's kernels
+// need.
 bool is_aligned_for_all(const Problem& p) {
   const auto even = [&p](int64_t ld) { return ld * size_of(p.type) % 16 == 0; };
   return p.aligned_a && p.aligned_b && p.aligned_d && p.aligned_bias && p.aligned_aux &&
@@ -207,7 +208,7 @@ std::optional<Algorithm> checked(cublasLtHandle_t handle, const Problem& problem
 std::vector<Algorithm> neighbours(cublasLtHandle_t handle, const Problem& problem,
                                   const Descriptors& descriptors, const Algorithm& algorithm,
                                   size_t most) {
-  // The library's check of a configuration knows no pointers.
+  // The library's check of a configuration does not see alignments.
   if (!is_aligned_for_all(problem)) return {};
   const auto origin = as_algo(algorithm);
   size_t bytes = 0;
@@ -215,16 +216,16 @@ std::vector<Algorithm> neighbours(cublasLtHandle_t handle, const Problem& proble
     return cublasLtMatmulAlgoCapGetAttribute(&origin, CUBLASLT_ALGO_CAP_TILE_IDS, to, bytes,
                                              &bytes) == CUBLAS_STATUS_SUCCESS;
   };
-  if (!write_tiles(nullptr)) return {};  // but their number
+  if (!write_tiles(nullptr)) return {};  // writes their number
   std::vector<uint32_t> tiles(bytes / sizeof(uint32_t));
   if (!write_tiles(tiles.data())) return {};
-  // The library lists them by their sizes: those most like the origin's come first.
+  // The library lists tiles by size. Those closest to the origin's come first here.
   const auto own = std::ranges::find(tiles, config<uint32_t>(origin, CUBLASLT_ALGO_CONFIG_TILE_ID));
   const int64_t middle = own - tiles.begin();
   std::vector<int64_t> order(tiles.size());
   std::iota(order.begin(), order.end(), 0);
   std::ranges::stable_sort(order, {}, [middle](int64_t i) { return std::abs(i - middle); });
-  // Hopper's; elsewhere only the first is valid.
+  // Hopper's cluster shapes. On other GPUs only the first is valid.
   constexpr uint16_t clusters[] = {CUBLASLT_CLUSTER_SHAPE_AUTO,  CUBLASLT_CLUSTER_SHAPE_1x1x1,
                                    CUBLASLT_CLUSTER_SHAPE_2x1x1, CUBLASLT_CLUSTER_SHAPE_1x2x1,
                                    CUBLASLT_CLUSTER_SHAPE_2x2x1, CUBLASLT_CLUSTER_SHAPE_4x1x1,
@@ -258,7 +259,7 @@ cublasStatus_t matmul(cublasLtHandle_t handle, const Problem& problem, Descripto
   const double alpha64 = 1, beta64 = problem.adds ? 1 : 0;
   const float alpha32 = 1, beta32 = problem.adds ? 1 : 0;
   const bool f64 = problem.type == Type::f64;
-  // C is D, also where it is not read: a null C crashed before CUDA 13.0 Update 2.
+  // C is D also where it is not read, because a null C crashed before CUDA 13.0 Update 2.
   return cublasLtMatmul(handle, descriptors.operation.get(),
                         f64 ? static_cast<const void*>(&alpha64) : &alpha32,  // alpha
                         operands.a, descriptors.a.get(),                      //

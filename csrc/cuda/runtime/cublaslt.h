@@ -1,6 +1,6 @@
 #pragma once
 
-// cuBLASLt, and nothing of torch: descriptors, algorithms, the call.
+// Descriptors, algorithms and calls of cuBLASLt, without torch.
 
 #include "gemm/problem.h"
 
@@ -15,9 +15,10 @@ namespace fused::cuda {
 using gemm::Algorithm, gemm::Operands, gemm::Problem;
 
 size_t lt_version();
-cublasLtHandle_t new_lt_handle();  // of the current device
+cublasLtHandle_t new_lt_handle();  // for the current device
 
-// The library's view of a problem, for one thread at a time, as every run sets the pointers again.
+// The library's description of a problem. Each call sets its pointers, so one thread uses it at a
+// time.
 struct Descriptors {
   explicit Descriptors(const Problem& problem);
 
@@ -34,18 +35,18 @@ struct Descriptors {
   Layout a, b, d;
 };
 
-// Asks the heuristic for algorithms, best guess first, without those known to be wrong. Not to be
-// called while a stream captures.
+// Asks the heuristic for algorithms, best guess first, and leaves out those known to be wrong. Must
+// not be called while a stream captures.
 std::vector<Algorithm> heuristic_algorithms(cublasLtHandle_t handle, const Problem& problem,
                                             Descriptors& descriptors, const Operands& operands,
                                             int most);
 
-// Gives the algorithm with the workspace that this very problem needs, nothing where it cannot be
+// Returns the algorithm with the workspace that this problem needs, or nullopt if it cannot be
 // used. May be called while a stream captures.
 std::optional<Algorithm> checked(cublasLtHandle_t handle, const Problem& problem,
                                  const Descriptors& descriptors, const Algorithm& algorithm);
 
-// Finds other valid configurations of the algorithm, at most so many, the most similar first.
+// Finds at most `most` other valid configurations of the algorithm, the most similar first.
 std::vector<Algorithm> neighbours(cublasLtHandle_t handle, const Problem& problem,
                                   const Descriptors& descriptors, const Algorithm& algorithm,
                                   size_t most);

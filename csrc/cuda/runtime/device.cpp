@@ -32,7 +32,7 @@ std::string model_of(int device) {
   return text.str();
 }
 
-// Names the version as the kernel module does, or else the CUDA that it is made for.
+// Returns the driver's version as the kernel module names it, or else the CUDA that it supports.
 std::string driver_version() {
   std::string text;
   std::ifstream("/sys/module/nvidia/version") >> text;
@@ -42,7 +42,7 @@ std::string driver_version() {
 }
 
 [[maybe_unused]] const bool is_set_up = [] {
-  // The kernels' library knows nothing of torch, whose errors these are.
+  // The kernels' library knows nothing of torch, so its errors become torch's here.
   kernels::set_raise([](cudaError_t error) { C10_CUDA_CHECK(error); });
   plans::set_machine_source([](int device) -> std::optional<plans::Machine> {
     if (c10::cuda::device_count() == 0) return std::nullopt;
@@ -54,7 +54,7 @@ std::string driver_version() {
 }  // namespace
 
 Device& device_of(int index) {
-  // Never destroyed, as the driver may be gone before the process is.
+  // Never destroyed, because the driver may shut down before the process ends.
   static auto* devices = new std::array<Device, most_devices>;
   TORCH_CHECK(index < most_devices, "fused: at most ", most_devices, " devices, got ", index);
   auto& device = (*devices)[index];
@@ -115,7 +115,7 @@ gemm::Settings gemm_settings(int device, gemm::Type type) {
       internals::float32_products(at::Float32Backend::CUDA) == at::Float32Precision::TF32) {
     result.math = gemm::Math::tf32;
   }
-  // Sums in 16 bits are never asked for, so that only the switch against splitting is left to obey.
+  // We never ask for sums in 16 bits, so only the switch that forbids splitting matters.
   auto& context = at::globalContext();
   const auto reduction = type == gemm::Type::f16 ? context.allowFP16ReductionCuBLAS()
                          : type == gemm::Type::bf16

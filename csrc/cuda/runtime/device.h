@@ -1,6 +1,6 @@
 #pragma once
 
-// What the passes need of the process and the device: handles, settings, scratch memory.
+// Devices: their handles and settings, and scratch memory.
 
 #include "core/shapes.h"
 #include "gemm/choice.h"
@@ -18,30 +18,32 @@ namespace fused::cuda {
 gemm::Type gemm_type(c10::ScalarType type);
 c10::ScalarType scalar_type(gemm::Type type);
 
-// What is found out of a device once, at its first use, with a warning where it has no code.
+// A device's properties, read once at its first use. A device that we have no code for gives a
+// warning.
 struct Device {
   std::once_flag once;
-  cublasLtHandle_t handle = nullptr;  // for all threads: cuBLASLt's calls are thread-safe
+  cublasLtHandle_t handle = nullptr;  // threads share it, because cuBLASLt is thread-safe
   int arch = 0;
   int64_t workspace_limit = 0;
   bool has_code = false, has_hopper_products = false, has_small_products = false;
   plans::Machine machine;
-  std::mutex measuring;  // held meanwhile; not of all devices, as one may be waiting for another
+  std::mutex measuring;  // one for each device, as one device may wait for another
 };
 Device& device_of(int index);
 
 gemm::Available available(const gemm::PassProblem& problem);
 
-// Tells whether our kernels serve, and fp32 is not multiplied in a way that only torch knows.
+// Returns whether the device has our kernels, and fp32 products are not set to a precision that
+// only torch implements.
 bool multiplies_as_torch(const at::Tensor& like);
 
 // Reads PyTorch's own switches (TF32, split-K), as they are now.
 gemm::Settings gemm_settings(int device, gemm::Type type);
 
-// Tells whether the current stream is being captured, when nothing may be tried.
+// Returns whether the current stream is being captured. Nothing may be measured then.
 bool is_capturing();
 
-// Makes an empty tensor in a third of the time that the dispatcher takes.
+// Allocates a tensor in a third of the time that at::empty takes.
 at::Tensor empty(at::IntArrayRef sizes, const at::Tensor& like,
                  std::optional<c10::ScalarType> type = {},
                  std::optional<at::MemoryFormat> format = {});
@@ -53,7 +55,7 @@ struct Allocator : ConcreteAllocator {
   }
 };
 
-// Scratch of the current stream, from PyTorch's allocator: safe in CUDA graphs.
+// Scratch memory of the current stream. PyTorch's allocator makes it safe in CUDA graphs.
 class Workspace {
  public:
   explicit Workspace(int64_t bytes)
@@ -65,7 +67,7 @@ class Workspace {
   at::DataPtr data_;
 };
 
-// Memory from the driver: the allocator's statistics, which users read, stay as they were.
+// Memory from the driver, so that the statistics of PyTorch's allocator do not change.
 class DriverMemory {
  public:
   explicit DriverMemory(int64_t bytes) {

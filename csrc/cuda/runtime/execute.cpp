@@ -13,7 +13,7 @@
 namespace fused::cuda {
 namespace {
 
-// A pass's matrices for ATen's functions. The device is given, or it would be asked for.
+// Returns memory as a tensor for ATen's functions. Without the device ATen would query it.
 Tensor as_tensor(const PassCall& call, void* data, at::IntArrayRef sizes, at::IntArrayRef strides,
                  std::optional<gemm::Type> type = {}) {
   const auto& matmul = call.problem.matmul;
@@ -30,7 +30,8 @@ Tensor as_tensor(const Matrix& m, const PassCall& call, std::optional<gemm::Type
                    {m.transposed ? 1 : m.ld, m.transposed ? m.ld : 1}, type);
 }
 
-// The bias runs along the features: the rows of a weight gradient, [features, in].
+// Returns the bias as a tensor. Features are the columns of a result, and the rows of a weight
+// gradient.
 Tensor bias_tensor(const PassCall& call) {
   const bool rows = call.problem.pass == gemm::Pass::wgrad;
   return as_tensor(call, call.bias, {rows ? call.result.rows : call.result.cols}, {1});
@@ -72,7 +73,7 @@ bool run_matmul(const PassCall& call, Plan& plan, void* workspace, cudaStream_t 
     case Provider::cublaslt:
       if (matmul(device_of(p.matmul.device).handle, plan.matmul, *plan.descriptors, plan.algorithm,
                  operands_of(call, strategy), workspace, stream) != CUBLAS_STATUS_SUCCESS) {
-        static_cast<void>(cudaGetLastError());  // which the way taken instead would find
+        static_cast<void>(cudaGetLastError());  // or the next strategy would report this error
         return false;
       }
       explain::append(gemm::name(plan.matmul.epilogue));
@@ -101,7 +102,7 @@ void own_small(const PassCall& call, kernels::SmallGradients* deferred, cudaStre
   if (deferred == nullptr) kernels::small_backward(alone, stream);
 }
 
-// Runs the layers by their plans, which all have when measuring compares them.
+// Runs each layer by its plan. All layers have one by the time they are measured as a chain.
 bool run_layers(const PassCall& call, cudaStream_t stream) {
   return std::ranges::all_of(*call.layers, [stream](const PassCall& layer) {
     auto* plan = take_plan(layer.problem);
@@ -117,7 +118,8 @@ Tensor values_of(const PassCall& call, const void* data, int64_t ld) {
   return as_tensor(call, const_cast<void*>(data), {call.result.rows, call.result.cols}, {ld, 1});
 }
 
-// Tells how many bytes the pre-activations between two steps take, which nobody keeps; 0: none.
+// Returns how many bytes the pre-activations need that one step passes to the next and no backward
+// reads.
 int64_t missing_preactivations(const PassCall& call, const Strategy& strategy) {
   const bool missing = call.problem.pass == Pass::glu && call.aux.data == nullptr &&
                        gemm::has_step(strategy, Step::matmul_up);
@@ -147,7 +149,7 @@ void aten_glu(const PassCall& call) {
               values_of(call, call.up.preactivation, call.aux.ld));
 }
 
-// Puts the gradients of gate and up, and h again, in place of the gradient of h.
+// Computes the gradients of gate and up, and h again. Gate's gradient overwrites h's.
 void own_gating(const PassCall& call) {
   const auto& gating = call.gating;
   kernels::GatingBackward args{

@@ -10,9 +10,9 @@
 
 namespace fused::cuda {
 
-// Runs the steps of `plan`; false where the product does not run, and nothing after it has then.
-// Leaves a gradient for our small kernels in `deferred`, if given, to share a launch with the
-// layer's other.
+// Runs the steps of `plan`. Returns false if the product does not run, and then runs no later step.
+// If `deferred` is given, a gradient that our small kernels compute is left there, so that both
+// gradients of a layer share a launch.
 bool execute(const PassCall& call, Plan& plan, void* workspace, cudaStream_t stream,
              kernels::SmallGradients* deferred = nullptr);
 
@@ -21,12 +21,12 @@ kernels::SmallProduct small_product(const PassCall& call);
 kernels::Gating gating_of(Activation activation, gemm::Type type, const Matrix& gate,
                           const Matrix& up);
 
-// Computes act'(saved) · grad and its column sums; of no activation the sums alone. Either of dz
-// and sums may be null; dz, contiguous rows, may be grad itself.
+// Computes dz = act'(saved) · grad and its column sums; without an activation, the sums alone. dz
+// or sums may be null. dz has contiguous rows, and may be grad itself.
 void one_pass(const Matrix& grad, const Matrix& saved, bool mask, Activation activation,
               gemm::Type type, void* dz, const kernels::Sums& sums);
 
-// Computes the gradients of a gated layer's pass; results may take the gradient's place.
+// Computes the gradients of gate and up. Results may overwrite the gradient.
 void gating_pass(kernels::GatingBackward args);
 
 }  // namespace fused::cuda

@@ -10,13 +10,13 @@ namespace fused::cuda {
 using gemm::Keeps, gemm::Matrix, gemm::Operands, gemm::Pass, gemm::PassCall, gemm::PassProblem,
     gemm::Provider, gemm::Step, gemm::Strategy;
 
-// A tensor read as a matrix, in place wherever its strides allow.
+// A tensor as a matrix: the tensor's own memory if its strides allow, else a copy.
 struct Operand {
   Matrix matrix;
-  Tensor copy;  // keeps it alive where they did not
+  Tensor copy;  // keeps the copy alive
 };
 
-// nullptr of an undefined one; copy-on-write stays shared.
+// Returns the tensor's memory, nullptr if it is undefined. A copy-on-write tensor stays shared.
 inline void* data_of(const Tensor& tensor) {
   return tensor.defined() ? const_cast<void*>(tensor.const_data_ptr()) : nullptr;
 }
@@ -26,7 +26,7 @@ inline Operand rows_of(const Tensor& tensor) {
   const auto sizes = tensor.sizes(), strides = tensor.strides();
   const int64_t cols = sizes[dim - 1], across = strides[dim - 1];
   int64_t rows = 1, down = 0;
-  bool regular = true;  // whether one stride leads from each row to the next
+  bool regular = true;  // one stride leads from each row to the next
   for (int64_t d = dim - 2; d >= 0; --d) {
     if (sizes[d] == 1) continue;
     if (rows == 1) {
@@ -56,8 +56,8 @@ inline Operand plain_rows(const Tensor& tensor) {
   return operand;
 }
 
-// Makes a dense bias where every kernel of cuBLASLt can read it: its heuristic offers some,
-// whatever the address, that read two elements at a time. Undefined where there is none.
+// Returns a dense bias at a multiple of 16 bytes, or an undefined tensor if there is none.
+// cuBLASLt's heuristic offers kernels that read two elements at a time, whatever the address.
 inline Tensor bias_for_epilogue(const OptionalTensor& bias) {
   if (!bias || !bias->defined()) return {};
   auto dense = bias->contiguous();
@@ -81,7 +81,7 @@ inline PassCall make_call(Pass pass, const Matrix& left, const Matrix& right, co
   return call;
 }
 
-// Completes a call whose matrices, bias, pass, activation, and what is kept and added, are set.
+// Fills in the problem of a call whose matrices, bias, pass, activation and saved tensor are set.
 inline void complete(PassCall& call, gemm::Type type, int device) {
   auto& matmul = call.problem.matmul;
   const auto given = matmul;
@@ -91,8 +91,8 @@ inline void complete(PassCall& call, gemm::Type type, int device) {
   if (call.bias != nullptr) matmul.aligned_bias = gemm::is_aligned(call.bias);
   if (call.aux.data != nullptr) {
     matmul.aligned_aux = gemm::is_aligned(call.aux.data);
-    // A mask's leading dimension counts bits. A single row has no stride; who makes it for the
-    // library pads it, while one saved in some other way has nothing behind its end.
+    // A mask's leading dimension counts bits. A single row has no stride. If we made it for the
+    // library it is padded; another one may end with its last element.
     const bool padded = gemm::is_forward(call.problem.pass) || call.problem.library_only;
     matmul.ld_aux = call.problem.keeps != Keeps::values ? call.aux.ld * 8
                     : call.aux.rows == 1 && padded      ? padded_features(call.aux.cols)

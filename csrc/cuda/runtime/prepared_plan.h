@@ -1,6 +1,6 @@
 #pragma once
 
-// A thread's passes ready to run: one lookup, and no lock, once everything is decided.
+// The plans that a thread has made ready. Finding one takes a lookup and no lock.
 
 #include "cuda/runtime/cublaslt.h"
 #include "gemm/pass_problem.h"
@@ -18,12 +18,12 @@ using gemm::PassProblem, gemm::Strategy;
 
 struct Plan {
   const Strategy* strategy;
-  std::string remark;  // why it is not the strategy that the rule names, for explain
-  // Of cuBLASLt's product; descriptors carry pointers, so that every thread has its own.
+  std::string remark;  // for explain: why the strategy that the rule names is not taken
+  // cuBLASLt's product. Descriptors hold pointers, so each thread has its own.
   Problem matmul;
   std::optional<Descriptors> descriptors;
   Algorithm algorithm;
-  plans::CallsLeft calls_left;  // until it is made anew
+  plans::CallsLeft calls_left;  // until the plan is made anew
 };
 
 struct ThreadPlans {
@@ -41,7 +41,7 @@ inline auto& thread_plans() {
   return mine.plans;
 }
 
-// Takes this thread's plan, nullptr where there is none left.
+// Returns this thread's plan; nullptr if there is none or its calls are used up.
 inline Plan* take_plan(const PassProblem& problem) {
   auto& known = thread_plans();
   const auto it = known.find(problem);
@@ -54,7 +54,7 @@ inline Plan* take_plan(const PassProblem& problem) {
   return plan;
 }
 
-// Remembers nothing where another generation of plans has begun since.
+// Keeps the plan for this thread, unless another generation of plans has begun since.
 inline Plan* remember_plan(const PassProblem& problem, Plan& plan, uint64_t generation) {
   constexpr size_t plans_kept = 8192;
   auto& known = thread_plans();

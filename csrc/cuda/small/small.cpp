@@ -1,4 +1,4 @@
-// What small networks run in place of the linear operators' passes: a whole forward in one launch,
+// Small networks run these in place of the linear operators' passes: a whole forward in one launch,
 // and the layers of an ensemble's members in one.
 
 #include "cuda/small/small.h"

@@ -176,7 +176,7 @@ std::optional<Decision> measure(const PassCall& whole, const PassProblem& bucket
   const explain::Quiet nothing_shown;
 
   auto call = shortened(whole);
-  // What is there must not be added to by every run.
+  // Runs would add to the values in the result, so measuring writes somewhere else.
   std::optional<DriverMemory> result;
   if (call.problem.matmul.adds) {
     result.emplace(call.result.rows * call.result.ld *

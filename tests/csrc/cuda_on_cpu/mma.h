@@ -1,8 +1,8 @@
 #pragma once
 
-// What kernels use of CUDA, on a CPU: a block's threads are threads, one block runs at a time, and
-// a fragment of wmma's is the whole tile in each thread. Found before CUDA's own header of this
-// name.
+// The parts of CUDA that kernels use, on a CPU: a block's threads are threads, one block runs at a
+// time, and a fragment of wmma's is the whole tile in each thread. Found before CUDA's own header
+// of this name.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -28,7 +28,7 @@ struct SmallProduct {
   int64_t ld_aux = 0;
   void* sums = nullptr;  // or nothing
   int cluster = 0;       // dgrad with sums: the blocks that share those of a column
-  // Of an ensemble's members, which may share an operand: how far theirs are apart, in elements.
+  // The distance between the operands of an ensemble's members, in elements; 0 if they share one.
   int members = 1;
   struct {
     int64_t left = 0, right = 0, result = 0, bias = 0, aux = 0, sums = 0;
