@@ -1,1 +1,1 @@
-"""What the rest of the package is built on; nothing here is called by users."""
+"""The helpers that the rest of the package is built on; users call none of them."""

@@ -1,1 +1,1 @@
-"""What makes parts of torch know our operators: tensor subclasses, distributed tensors."""
+"""Tensor subclasses and distributed tensors: how these parts of torch know our operators."""
