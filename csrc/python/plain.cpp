@@ -232,12 +232,25 @@ std::string_view text(PyObject* object) {
   return utf8 == nullptr ? "" : std::string_view(utf8, size);
 }
 
-std::string_view memory_of(PyObject* layer) {
+PyObject* mark_of(PyObject* layer) {
   static PyObject* const name = intern("_torch_fused_linear");
-  if (item(layers, reinterpret_cast<PyObject*>(Py_TYPE(layer))) == nullptr) return "";
-  PyObject* options = Dict(layer)[name];  // empty or with "low"
-  if (options == nullptr) return "";
-  return PyDict_Check(options) && PyDict_GET_SIZE(options) > 0 ? "low" : "default";
+  if (item(layers, reinterpret_cast<PyObject*>(Py_TYPE(layer))) == nullptr) return nullptr;
+  return Dict(layer)[name];
+}
+
+std::string_view memory_in(PyObject* mark) {
+  static PyObject *const low = intern("low"), *const usual = intern("default");
+  if (mark == nullptr) return "";
+  if (!PyDict_Check(mark) || PyDict_GET_SIZE(mark) == 0) return "default";
+  if (item(mark, low) != nullptr) return "low";
+  return item(mark, usual) != nullptr ? "default" : "";
+}
+
+std::string_view memory_of(PyObject* layer) { return memory_in(mark_of(layer)); }
+
+bool has_alone(PyObject* mark) {
+  static PyObject* const name = intern("alone");
+  return mark != nullptr && PyDict_Check(mark) && item(mark, name) != nullptr;
 }
 
 bool squares(PyObject* function, PyObject* const* more, Py_ssize_t count) {

@@ -90,8 +90,16 @@ bool is_other_module(PyObject* object);
 
 std::string_view text(PyObject* object);
 
-// "" of what fuse_ has not marked. Static, as another thread may take the mark away meanwhile.
+// The options of a layer that fuse_ has marked, borrowed; nullptr of anything else.
+PyObject* mark_of(PyObject* layer);
+
+// "" of no mark, and of a layer that only runs alone. Static, as another thread may take the mark
+// away meanwhile.
+std::string_view memory_in(PyObject* mark);
 std::string_view memory_of(PyObject* layer);
+
+// Tells whether a layer of this mark runs as an operator where it is called alone.
+bool has_alone(PyObject* mark);
 
 // Tells of a function that returns its first argument's square in the same dtype.
 bool squares(PyObject* function, PyObject* const* more, Py_ssize_t count);

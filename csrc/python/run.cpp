@@ -62,21 +62,34 @@ PyObject* run_layer(const Call& call, const Tensor& x) {
   return result;
 }
 
+// Calls a layer that is marked to run alone, as an operator if it is plain.
+PyObject* run_alone(PyObject* layer, PyObject* x) {
+  if (const auto call = ready(layer, x)) {
+    return run_operator<dispatch::Linear>(call->input, call->weight, call->bias);
+  }
+  PyObject* const given[] = {layer, x};
+  return ask("alone", given, 2);
+}
+
 // The calls that functions become from one of them on (run.py, calls_from).
 class Calls {
  public:
   Calls(PyObject* const* functions, Py_ssize_t count) : functions_(functions), count_(count) {}
 
-  // Returns false where Python decides. No call: the first function is not a marked layer.
+  // Returns false where Python decides. No call: no run begins with the first function.
   bool read(Py_ssize_t start, PyObject* input) {
     calls_.clear();
     for (end_ = start; end_ < count_;) {
       PyObject* function = functions_[end_];
-      if (!memory_of(function).empty()) {
+      PyObject* mark = mark_of(function);
+      if (!memory_in(mark).empty()) {
         if (!read_layer(function, input)) return false;
         continue;
       }
-      if (calls_.empty()) break;
+      if (calls_.empty()) {
+        is_alone_ = has_alone(mark);
+        break;
+      }
       const auto share = dropped_share(function);
       if (!share && is_other_module(function)) break;
       if (!share) return false;
@@ -88,6 +101,12 @@ class Calls {
 
   bool empty() const { return calls_.empty(); }
   Py_ssize_t end() const { return end_; }
+
+  // Calls the first function, with which no run begins. Returns a new reference.
+  PyObject* call_first(PyObject* x) const {
+    PyObject* function = functions_[end_];
+    return is_alone_ ? run_alone(function, x) : PyObject_CallOneArg(function, x);
+  }
 
   // Takes a reference to the input, and returns one to the result.
   PyObject* carry_out(PyObject* x) const {
@@ -167,6 +186,7 @@ class Calls {
   PyObject* const* functions_;
   const Py_ssize_t count_;
   Py_ssize_t end_ = 0;
+  bool is_alone_ = false;
   std::vector<Call> calls_;
   OptionalTensor before_;
 };
@@ -199,7 +219,8 @@ PyObject* nested(PyObject*, PyObject* const* given, Py_ssize_t count) {
       return ask("nested", rest.data(), static_cast<Py_ssize_t>(rest.size()));
     }
     if (calls.empty()) {
-      x = PyObject_CallOneArg(functions[i++], x);
+      x = calls.call_first(x);
+      ++i;
     } else {
       x = calls.carry_out(Py_NewRef(x));
       i = calls.end();
@@ -209,13 +230,22 @@ PyObject* nested(PyObject*, PyObject* const* given, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
+// alone(layer, x): layer(x).
+PyObject* alone(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  if (count != 2) return ask("alone", given, count);
+  const bool is_marked = has_alone(mark_of(given[0]));
+  return is_marked ? run_alone(given[0], given[1]) : PyObject_CallOneArg(given[0], given[1]);
+  END_HANDLE_TH_ERRORS
+}
+
 // leads(sequential): whether it holds marked layers, and iterates over its modules.
 PyObject* leads(PyObject*, PyObject* const* given, Py_ssize_t count) {
   PyObject* held = count == 1 ? modules_of(given[0]) : nullptr;
   if (held == nullptr) return ask("leads", given, count);
   PyObject* module;
   for (Py_ssize_t at = 0; PyDict_Next(held, &at, nullptr, &module);) {
-    if (!memory_of(module).empty()) Py_RETURN_TRUE;
+    if (mark_of(module) != nullptr) Py_RETURN_TRUE;
   }
   Py_RETURN_FALSE;
 }
@@ -241,7 +271,8 @@ PyObject* sequence(PyObject*, PyObject* const* given, Py_ssize_t count) {
       x = calls.carry_out(Py_NewRef(x));
       i = calls.end();
     } else if (known) {
-      x = PyObject_CallOneArg(first[i++], x);
+      x = calls.call_first(x);
+      ++i;
     } else {
       PyObject* const rest[] = {given[0], x, PyLong_FromSsize_t(i)};
       const Reference place(rest[2]);
@@ -343,9 +374,10 @@ PyObject* know(PyObject*, PyObject* arguments) {
 
 }  // namespace
 
-PyMethodDef run_methods[8] = {
+PyMethodDef run_methods[9] = {
     {"run", as_method(run), METH_FASTCALL, nullptr},
     {"nested", as_method(nested), METH_FASTCALL, nullptr},
+    {"alone", as_method(alone), METH_FASTCALL, nullptr},
     {"leads", as_method(leads), METH_FASTCALL, nullptr},
     {"sequence", as_method(sequence), METH_FASTCALL, nullptr},
     {"gated", as_method(gated), METH_FASTCALL, nullptr},

@@ -5,7 +5,7 @@
 
 namespace fused::python {
 
-// run, nested, leads, sequence, gated, halves and know, for PyModule_AddFunctions.
-extern PyMethodDef run_methods[8];
+// run, nested, alone, leads, sequence, gated, halves and know, for PyModule_AddFunctions.
+extern PyMethodDef run_methods[9];
 
 }  // namespace fused::python

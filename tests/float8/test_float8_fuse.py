@@ -169,6 +169,17 @@ def test_a_model_computes_what_torchao_does(name, dtype, tolerance):
     assert [name for block in report.fused for name in block.after if "float8" in name]
 
 
+def test_projections_run_alone():
+    plain, _, _ = converted(Block())
+    fused = copy.deepcopy(plain)
+    report = tfl.fuse_(fused, linear=True)
+    x, grad = torch.randn(2, 16, 32), torch.randn(2, 16, 32)
+    assert names_of(fused, x) == [LINEAR, LINEAR, MLP]
+    assert_alike(results(fused, x, grad), results(plain, x, grad), 1e-2)
+    alone = {block.layers: block.after for block in report.fused if len(block.layers) == 1}
+    assert alone == {("qkv",): (LINEAR,), ("proj",): (LINEAR,)}
+
+
 def test_emulated_products_are_a_reference_too():
     """torchao recommends emulation for GPUs without FP8."""
     model = Mlp()

@@ -196,6 +196,71 @@ def test_which_layers_run_as_operators(name):
     assert_alike(outcome(lambda: in_code.nested(nn.Identity(), module, x)), alone)
 
 
+def lone(module):
+    """Marked to run alone, and not in runs."""
+    plain.mark(module, "alone")
+    return module
+
+
+OTHERS = (nn.Conv2d, tfl.FusedLinear)  # the second is an operator by itself
+LONE = {name: row for name, row in LAYERS.items() if not isinstance(row[0], OTHERS)}
+
+
+@pytest.mark.parametrize("name", LONE)
+def test_which_layers_run_alone(name, monkeypatch):
+    module, x, is_fused, *_ = LONE[name]
+    assert_alike(outcome(lambda: in_code.alone(module, x)), outcome(lambda: module(x)))
+    if plain.MARK in vars(module):
+        monkeypatch.setitem(vars(module), plain.MARK, {**plain.MARKS["alone"]})
+    want = outcome(lambda: type(module).forward(module, x) if is_fused else module(x))
+    for call in (in_code.alone, lambda *given: in_code.nested(nn.Identity(), *given)):
+        with tfl.explain() as calls:
+            assert_alike(outcome(functools.partial(call, module, x)), want)
+        assert ("linear" in [call.operator for call in calls.calls]) is is_fused
+    assert in_code.run(x, module, F.relu) is None
+
+
+def test_a_layer_that_runs_alone_is_no_part_of_a_run():
+    lonely, other, relu = lone(layer(mark=None)), layer(), nn.ReLU()
+    want = other(F.relu(lonely(X)))
+    assert in_code.run(X, lonely, relu, other) is None
+    assert in_code.gated(X, F.silu, lonely, other) is None
+    assert in_code.gated(X, F.silu, other, other, lonely) is None
+    sequence = nn.Sequential(lonely, relu, other)
+    assert in_code.leads(nn.Sequential(lonely))
+    calls_of = (
+        lambda: in_code.nested(other, relu, lonely, X),
+        lambda: in_code.sequence(sequence, X),
+    )
+    for call in calls_of:
+        with torch.no_grad(), tfl.explain() as calls:
+            torch.testing.assert_close(call(), want)
+        assert [call.operator for call in calls.calls] == ["linear", "linear"]
+
+
+def test_a_layer_of_a_run_does_not_run_alone_unless_marked():
+    for module, names in ((layer(), []), (layer(mark="low"), []), (lone(layer()), ["linear"])):
+        with torch.no_grad(), tfl.explain() as calls:
+            torch.testing.assert_close(in_code.alone(module, X), type(module).forward(module, X))
+        assert [call.operator for call in calls.calls] == names
+        assert in_code.run(X, module, F.relu) is not None
+
+
+def test_marks_are_added_to_each_other():
+    def marked(*options):
+        module = layer(mark=None)
+        for option in options:
+            plain.mark(module, option)
+        return {*vars(module)[plain.MARK]}, plain.RULES.memory_of(module)
+
+    assert marked("default") == (set(), "default")
+    assert marked("low", "default") == marked("default", "low") == ({"low"}, "low")
+    assert marked("alone") == ({"alone"}, None)
+    assert marked("alone", "default") == marked("default", "alone", "alone")
+    assert marked("default", "alone") == ({"alone", "default"}, "default")
+    assert marked("default", "alone", "low") == marked("low", "alone") == ({"alone", "low"}, "low")
+
+
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_which_activation_it_is(name):
     act, operator = ACTIVATIONS[name]

@@ -10,6 +10,7 @@ from fused_models import decides, operators, results  # noqa: F401
 from programs import PROGRAMS, all_programs
 from stacks import assert_same
 from tree_compare import attempt
+from watching import Calls
 
 import torch_fused_linear as tfl
 
@@ -22,14 +23,19 @@ def library(tmp_path_factory):
     return all_programs(tmp_path_factory.mktemp("programs"))
 
 
-def pair(library, name, fused=True):
+def pair(library, name, fused=True, **options):
     """The fused model and a plain one, of one class."""
     torch.manual_seed(0)
     plain = getattr(library, name)().double()
     model = copy.deepcopy(plain)
     if fused:
-        model.report = tfl.fuse_(model)
+        model.report = tfl.fuse_(model, **options)
     return model, plain
+
+
+def without_lone(names):
+    """The operators that run where layers are not taken alone."""
+    return [name for name in names if name != "linear"]
 
 
 def assert_runs_the_same(model, plain):
@@ -60,6 +66,31 @@ def test_in_eager_mode(name, library):
         assert operators(other, *X) == [] and tfl.is_fused(model) is bool(program.operators)
 
 
+def products(model):
+    """torch's own that one call makes."""
+    with torch.no_grad(), Calls() as calls:
+        model(*X)
+    return [name for name in calls.names if name.split("::")[1] in ("linear", "mm", "addmm")]
+
+
+@pytest.mark.usefixtures("decides")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_single_layers_in_eager_mode(name, library):
+    model, plain = pair(library, name, linear=True)
+    report = vars(model).pop("report")
+    found = operators(copy.deepcopy(model).eval(), *X)
+    assert without_lone(found) == PROGRAMS[name].operators
+    others = [name for name in products(copy.deepcopy(model).eval()) if "fused" not in name]
+    reasons = str([s.reason for s in report.skipped])
+    assert not others or "more than a tensor" in reasons or "all its local" in reasons, report
+    assert_runs_the_same(model, plain)
+    assert not tfl.fuse_(model, linear=True).fused
+    other = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert operators(copy.deepcopy(other).eval(), *X) == found
+    tfl.unfuse_(other)
+    assert operators(other, *X) == []
+
+
 def skip_unless_taken(system, plain):
     """By a copy of the plain program, as some count; in the code as it is written."""
     tfl.unfuse_(plain)
@@ -74,8 +105,11 @@ def fused_targets(graph):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("name", FUSED)
-def test_compiled(name, library):
+@pytest.mark.parametrize("linear", [False, True], ids=["runs", "single layers"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_compiled(name, linear, library):
+    if not linear and name not in FUSED:
+        pytest.skip("nothing is fused")
     found = []
 
     def backend(graph, inputs):
@@ -90,20 +124,26 @@ def test_compiled(name, library):
     model, plain = (m.eval() for m in pair(library, name, fused=False))
     # Torch's own graphs count wrongly on Python 3.13.
     skip_unless_taken(lambda p: assert_right(p, copy.deepcopy(p), "eager"), plain)
-    tfl.fuse_(model)
+    tfl.fuse_(model, linear=linear)
     assert_right(copy.deepcopy(plain), copy.deepcopy(plain), "eager")  # its code changed, too
+    want = operators(copy.deepcopy(model), *X)
     assert_right(model, plain, backend)
-    assert found[0] == PROGRAMS[name].operators
+    assert found[0] == want and without_lone(want) == PROGRAMS[name].operators
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("name", FUSED)
-def test_exported(name, library):
+@pytest.mark.parametrize("linear", [False, True], ids=["runs", "single layers"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_exported(name, linear, library):
+    if not linear and name not in FUSED:
+        pytest.skip("nothing is fused")
     model, plain = (m.eval() for m in pair(library, name, fused=False))
     skip_unless_taken(lambda p: torch.export.export(p, tuple(X)), plain)
-    tfl.fuse_(model)
+    tfl.fuse_(model, linear=linear)
+    want = operators(copy.deepcopy(model), *X)
     exported = torch.export.export(model, tuple(X))
-    assert fused_targets(exported.graph) == PROGRAMS[name].operators
+    assert fused_targets(exported.graph) == want
+    assert without_lone(want) == PROGRAMS[name].operators
     torch.testing.assert_close(exported.module()(*X), plain(*X))
 
 

@@ -34,6 +34,7 @@ class Tree:
     filtered: bool
     part: bool  # only a part of the model is fused
     simple: bool  # made of what TorchScript takes
+    linear: bool  # single layers too
     used: set[str] = field(default_factory=set)
 
     def build(self, plain: bool = False) -> nn.Module:
@@ -45,6 +46,8 @@ class Tree:
 
     def options(self) -> dict:
         options = {} if self.memory == "default" else {"memory": self.memory}
+        if self.linear:
+            options["linear"] = True
         if self.filtered:
             options["filter_fn"] = lambda name, module: len(name) % 3 != self.seed % 3
         return options
@@ -165,4 +168,5 @@ def grow(seed: int, folder: Path, simple: bool = False) -> Tree:
         filtered=rng.random() < 0.1,
         part=rng.random() < 0.1,
         simple=simple,
+        linear=rng.random() < 0.4,
     )

@@ -24,6 +24,7 @@ def fuse_(
     filter_fn: Callable[[str, nn.Module], bool] | None = None,
     *,
     memory: Memory = "default",
+    linear: bool = False,
     dry_run: bool = False,
 ) -> Report:
     """Replaces linear layers and their activations in a model by fused operators, in place.
@@ -40,6 +41,11 @@ def fuse_(
     Modules stay the same objects of the same classes, and the model computes the same function
     whatever is done to it before or after. The function that holds the calls gets other code, once
     for the process; an attribute of each layer marks the layers that may be fused.
+    With ``linear=True`` a layer without an activation that is called alone, such as a projection of
+    an attention or a head, runs as :func:`torch_fused_linear.linear`, or in FP8 as
+    :func:`torch_fused_linear.float8_linear`. That gains no time. Under the policy
+    ``"batch_invariant"`` it makes these products batch-invariant too.
+
     ``torch.compile`` and ``torch.export`` get the operators. ``torch.jit.script`` compiles the text
     of functions, so a scripted model is the plain one until :func:`fuse_script_` fuses it.
 
@@ -49,6 +55,8 @@ def fuse_(
             its name in the model. A layer for which it returns ``False`` is called as before.
         memory: ``'default'``, or ``'low'`` to keep less for the backward where that pays.
             docs/memory.md says where, and which writes go unnoticed then.
+        linear: also take linear layers that are called alone. The report then names every linear
+            layer that is left alone, with the reason.
         dry_run: only report. This works without the compiled library.
 
     Returns:
@@ -67,6 +75,8 @@ def fuse_(
         >>> print(fuse_(model))
         1 block fused, 0 places left alone
         ...
+        >>> fuse_(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)), linear=True).fused[0].after
+        ('linear',)
     """
     check_module("fuse_", model)
     if reason := frozen_reason(model):
@@ -80,7 +90,7 @@ def fuse_(
     check("fuse_", memory=memory)
     if not dry_run:
         _library.require()
-    return Plan(model, filter_fn).apply(memory, dry_run)
+    return Plan(model, filter_fn, linear).apply(memory, dry_run)
 
 
 def is_fused(module: nn.Module) -> bool:

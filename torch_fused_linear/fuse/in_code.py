@@ -23,8 +23,8 @@ RESULT = "__torch_fused_linear_result__"
 
 _direct = library.direct if isinstance(library.direct, ModuleType) else decisions
 # The functions of run.py that are in C where it was built.
-IN_C = ("run", "nested", "leads", "sequence", "gated", "halves")
-run, nested, leads, sequence, gated, halves = (getattr(_direct, name) for name in IN_C)
+IN_C = ("run", "nested", "alone", "leads", "sequence", "gated", "halves")
+run, nested, alone, leads, sequence, gated, halves = (getattr(_direct, name) for name in IN_C)
 method_relu, method_relu_, method_square = plain.METHODS.values()
 power = operator.pow
 

@@ -71,11 +71,14 @@ Chain = list[Element]
 
 
 class Model:
-    """The modules of a model with their names and the chains in their code."""
+    """The modules of a model with their names and the chains in their code: in the functions that
+    mention an activation, with `with_layers` in all."""
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, with_layers: bool = False) -> None:
+        self.with_layers = with_layers
         self.paths: dict[nn.Module, str] = {}
         self.frozen: dict[str, str] = {}  # why a module was not entered
+        self.resolvers: list[Resolver] = []  # of the functions that are read
         self.unread: dict[nn.Module, tuple[str, str]] = {}  # why code is not believed, and where
         self.apart: dict[nn.Module, str] = {}  # containers that no code calls, and why
         self._holders: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
@@ -99,15 +102,19 @@ class Model:
     def chains(self, module: nn.Module) -> Iterator[Chain]:
         if isinstance(module, FUSED) or not any(plain.is_layer(m) for _, m in named(module)):
             return
+        holds_layers = self.with_layers and any(plain.is_linear(m) for p, m in named(module) if p)
         for function in functions_of(type(module)):
-            if function is nn.Sequential.forward or self._mentions_activation(module, function):
+            is_read = holds_layers or function is nn.Sequential.forward
+            if is_read or self._mentions_activation(module, function):
                 yield from self.read(module, function)
 
     def read(self, module: nn.Module, function: FunctionType) -> list[Chain]:
         try:
             text = self._text(function)
         except Unreadable as error:
-            self.unread.setdefault(module, (str(error), place_of(function.__code__)))
+            is_said = not self.with_layers or self._mentions_activation(module, function)
+            if is_said or self._mentions_layer(module, function):
+                self.unread.setdefault(module, (str(error), place_of(function.__code__)))
             return []
         if function is nn.Sequential.forward:
             is_torchs = text.file[1] == nn.modules.container.__file__
@@ -128,17 +135,22 @@ class Model:
                 reason = f"{function.__qualname__} takes all its local names together"
                 self.unread.setdefault(module, (reason, place_of(function.__code__)))
             return []
+        self.resolvers.append(resolver)
         return chains
 
     def _mentions_activation(self, module: nn.Module, function: FunctionType) -> bool:
-        codes = codes_in(code_of(function))
-        for name in {name for code in codes for name in code.co_names + codes[0].co_freevars}:
+        for name in mentioned(function):
             held = vars(module).get(name, module._modules.get(name))
             inner = held._modules.values() if isinstance(held, nn.Module) else ()  # as block.act
             found = (held, function.__globals__.get(name), *inner)
             if name in (*NAMES, "relu_", "getattr") or any(map(plain.is_activation, found)):
                 return True
         return False
+
+    def _mentions_layer(self, module: nn.Module, function: FunctionType) -> bool:
+        held = [vars(module).get(n, module._modules.get(n)) for n in mentioned(function)]
+        held += [value for found in held for value in children(found).values()]  # as attention.out
+        return any(map(plain.is_linear, held))
 
     def _parts(self, sequential: nn.Module) -> list[Bounds]:
         """The bounds of what is called of it: all, where that is not known."""
@@ -162,6 +174,12 @@ class Model:
         calls = (ast.parse("module(input)", mode="eval").body for _ in sequential._modules)
         children = zip(sequential._modules.values(), calls)
         return [Element(sequential, [child], step_of(call)) for child, call in children]
+
+
+def mentioned(function: FunctionType) -> set[str]:
+    """The names of what is not local, in a function and in those in it."""
+    codes = codes_in(code_of(function))
+    return {name for code in codes for name in code.co_names + codes[0].co_freevars}
 
 
 def functions_of(cls: type) -> list[FunctionType]:
@@ -211,7 +229,7 @@ class Resolver:
     """Finds the objects that expressions in one method of one module stand for."""
 
     def __init__(self, owner: nn.Module, text: Text) -> None:
-        self.owner = owner
+        self.owner, self.text = owner, text
         # A private name gets the name of the class around the function before it.
         self.class_name = text.function.__qualname__.rpartition(".")[0].rpartition(".")[2]
         self.scopes = (cells(text.function), text.function.__globals__, vars(builtins))
@@ -267,6 +285,20 @@ class Resolver:
             case ast.Call(ast.Attribute(value, name), []) if name in CHILDREN:
                 return self._children(value)
         return []
+
+    def is_given(self, node: ast.expr) -> bool:
+        """Returns whether it is an argument, so that it may stand for any layer that we have."""
+        match node:
+            case ast.Starred(value):
+                return self.is_given(value)
+            case ast.Call(ast.Name(name), [*given]) if name in ITERATORS:
+                return any(map(self.is_given, given))
+            case ast.Name(name) if name in self.assigned and name not in self.open:
+                self.open.append(name)
+                found = any(v is None or self.is_given(v) for v in self.assigned[name])
+                self.open.pop()
+                return found
+        return False
 
     def is_stored(self, node: ast.expr) -> bool:
         """Returns whether looking it up runs no code of the user's: names, attributes that are

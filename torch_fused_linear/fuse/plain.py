@@ -33,10 +33,12 @@ from .runs import METHODS
 from .source import called_by
 
 # The attribute of a layer that fuse_ has marked, a dictionary of options: with "low" the layer
-# keeps less for the backward. TorchScript ignores it, so a marked layer has the type of an unmarked
-# one. Dynamo knows whether a dictionary has changed, so it seldom looks at the layer.
+# keeps less for the backward, with "alone" it runs as an operator where it is called alone too, and
+# in a run only if "default" or "low" is there as well; none is "default". TorchScript ignores it,
+# so a marked layer has the type of an unmarked one. Dynamo knows whether a dictionary has changed,
+# so it seldom looks at the layer.
 MARK = "_torch_fused_linear"
-MARKS: dict[str, dict] = {"default": {}, "low": {"low": {}}}  # to be copied
+MARKS: dict[str, dict] = {"default": {}, "low": {"low": {}}, "alone": {"alone": {}}}  # to be copied
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -83,6 +85,17 @@ UNTOUCHED = tuple(  # None where there was none: methods of torch's own tensors 
 )
 
 
+def mark(layer: nn.Module, option: str) -> None:
+    """Adds an option to a layer's mark: ``"default"``, which changes no ``"low"``, ``"low"`` or
+    ``"alone"``."""
+    before = vars(layer).get(MARK)
+    names = {"default"} if before == {} else {*(before or ())}
+    if option == "default" and "low" in names:
+        return
+    names = (names - {"default"} if option == "low" else names) | {option}
+    vars(layer)[MARK] = {} if names == {"default"} else {name: {} for name in sorted(names)}
+
+
 def learn(value: object) -> None:
     """Makes known the class of a layer or an activation of another library."""
     cls = type(value)
@@ -121,14 +134,26 @@ class Rules:
     compiled code that a module still has the functions which were traced, and tests no methods.
     """
 
-    def memory_of(self, layer: object) -> str | None:
-        """Returns ``"default"`` or ``"low"`` for a marked layer, else None."""
+    def mark_of(self, layer: object) -> dict | None:
+        """Returns the options of a marked layer, else None."""
         if not isinstance(layer, nn.Module):
             return None
         # Dynamo guards an attribute that is looked up, but no entry of __dict__.
         is_traced = is_dynamo_compiling()
-        mark = getattr(layer, MARK, None) if is_traced else layer.__dict__.get(MARK)
-        return None if mark is None else "low" if mark else "default"
+        return getattr(layer, MARK, None) if is_traced else layer.__dict__.get(MARK)
+
+    def memory_of(self, layer: object) -> str | None:
+        """Returns ``"default"`` or ``"low"`` for a layer that may be part of a run, else None."""
+        mark = self.mark_of(layer)
+        if not mark:
+            return None if mark is None else "default"
+        if "low" in mark:
+            return "low"
+        return "default" if "default" in mark else None
+
+    def runs_alone(self, layer: object) -> bool:
+        """Returns whether it is marked to run as an operator where it is called alone."""
+        return "alone" in (self.mark_of(layer) or ())
 
     def is_float8(self, layer: object) -> bool:
         """Returns whether it is a layer in FP8."""

@@ -1,5 +1,6 @@
 """Finds what is to be fused in a model: all of it is judged before anything is changed."""
 
+import ast
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -8,12 +9,12 @@ from torch import nn
 
 from .._support.torch_internals import forget_compiled
 from ..activations import ACTIVATIONS
+from ..nn.linear import FusedLinear
 from . import plain
 from .float8 import is_float8
-from .model import FUSED, Chain, Element, Model, is_sequential, pass_over
-from .plain import MARK, MARKS
+from .model import FUSED, Chain, Element, Model, is_sequential, named, pass_over
 from .report import Block, Report, Skipped
-from .rewrite import SEQUENTIAL, Piece, Pieces, rewrite
+from .rewrite import SEQUENTIAL, Piece, Pieces, holds, rewrite
 from .source import ORIGINALS, Text, key_of, place_of
 
 Filter = Callable[[str, nn.Module], bool]
@@ -26,6 +27,14 @@ FOLD = (
 OUTSIDE = "its activation lies in another container"
 ALONE = "no layer in FP8 follows straight upon the product"
 MIXED = "some of its layers are in FP8 and others are not"
+NO_CALL = "no method that can be followed calls it by a name or attribute that stands for it"
+OTHER_CALL = "it is called with more than a tensor, by keyword, or in a function within a method"
+OTHER_READ = "its weight is read by a method that does not call it"
+OWN_FORWARD = "{} has a forward of its own, set on the object"
+ATTENTION = (
+    "{} multiplies by parameters of its own, in one function of torch's; an attention whose "
+    "projections are nn.Linear layers can be followed"
+)
 SEEN = "what it returns is read elsewhere too, or something runs before its activation does"
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 Names = list[str]
@@ -79,6 +88,11 @@ class Place:
     @property
     def is_gated(self) -> bool:
         return not self.units
+
+    @property
+    def is_lone(self) -> bool:
+        """Returns whether it is one layer's call, not a run."""
+        return len(self.steps) == 1 and not self.is_gated
 
     def chained(self) -> int:
         """The number of units at the end that become one `mlp`, as run.py joins them."""
@@ -151,11 +165,14 @@ def products(layers: list[nn.Module]) -> Names:
 class Plan:
     """Finds what can be fused."""
 
-    def __init__(self, root: nn.Module, filter_fn: Filter | None) -> None:
+    def __init__(self, root: nn.Module, filter_fn: Filter | None, linear: bool = False) -> None:
         self.is_wanted = cache(filter_fn or (lambda path, layer: True))
-        self.model = Model(root)
+        self.model = Model(root, with_layers=linear)
         self.paths = self.model.paths
         self.places: list[Place] = []
+        self.lone: dict[int, nn.Module] = {}  # layers that also run alone
+        self._runs_before: list[tuple[Chain, list[nn.Module]]] = []  # that are fused already
+        self._with_sequential = False
         self.chosen: dict[Text, Pieces] = {}
         self.skipped = {path: (reason, "") for path, reason in self.model.frozen.items()}
         self._gated: set[tuple] = set()  # places of calls in gated layers
@@ -166,7 +183,12 @@ class Plan:
         for find in (self._find_gated, self._find_units):
             for chain in chains:
                 find(chain)
+        calls = [*calls_in(chains)] if linear else []
+        if linear:
+            self._find_lone(calls)
         self._explain_the_rest()
+        if linear:
+            self._explain_unfollowed(calls)
 
     # --- layers and their activations -----------------------------------------------------------
 
@@ -286,6 +308,7 @@ class Plan:
                     self._skip(row, MIXED, steps[0])
                 continue
             if all(self._is_fused(steps[0], layer) for layer in row):
+                self._runs_before.append((steps, row))
                 if not quiet:
                     self._skip(row, "already fused", steps[0])
             else:
@@ -296,7 +319,7 @@ class Plan:
         """The reason against the place, for whatever layer it is."""
         linear, activation = steps[0], steps[-1]
         if "forward" in vars(linear.owner):
-            return f"{type(linear.owner).__name__} has a forward of its own, set on the object"
+            return OWN_FORWARD.format(type(linear.owner).__name__)
         if not linear.step.is_bare:
             return "it is given more than a tensor"
         kinds = set(activation.kinds(is_plain=True))
@@ -326,7 +349,7 @@ class Plan:
 
     def _is_fused(self, element: Element, layer: nn.Module) -> bool:
         function = element.text.function if element.text else SEQUENTIAL
-        return key_of(function.__code__) in ORIGINALS and MARK in vars(layer)
+        return key_of(function.__code__) in ORIGINALS and plain.RULES.memory_of(layer) is not None
 
     def _skip(self, layers: Iterable[nn.Module], reason: str, element: Element) -> None:
         """Notes the reason for each that has none yet."""
@@ -387,6 +410,87 @@ class Plan:
             return chain[:1]
         return chain[:1] if self._is_refused(layers, chain[end]) else chain[: end + 1]
 
+    # --- layers called alone --------------------------------------------------------------------
+
+    def _find_lone(self, calls: Chain) -> None:
+        """Adds the calls of single layers, those of a layer in a run as well: they stand where the
+        run is as it was written."""
+        in_runs, given = self._calls_in_runs(), []
+        for element in calls:
+            if element.resolver and element.resolver.is_given(element.step.callee):
+                given.append(element)
+            else:
+                self._add_lone(element, element.of(is_for_lone), in_runs)
+        for element in given:  # may be any layer: those that nothing else calls
+            layers = [m for m in element.of(is_for_lone) if id(m) not in self.lone]
+            self._add_lone(element, layers, in_runs)
+
+    def _calls_in_runs(self) -> set[tuple]:
+        """The calls of layers that are part of a run, and the layers."""
+        found = set()
+        runs = [(place.steps, row) for place in self.places for row in place.rows]
+        for steps, row in (*runs, *self._runs_before):
+            found |= {(e.place, id(layer)) for e in calls_in([steps]) for layer in row}
+        return found
+
+    def _add_lone(self, element: Element, layers: list[nn.Module], in_runs: set[tuple]) -> None:
+        if "forward" in vars(element.owner):
+            self._skip(layers, OWN_FORWARD.format(type(element.owner).__name__), element)
+            return
+        taken = [layer for layer in layers if not self._is_refused([layer], element)]
+        found = []
+        for layer in {id(layer): layer for layer in taken}.values():
+            if self._is_lone(element, layer):
+                self._skip([layer], "already fused", element)
+            elif (element.place, id(layer)) not in in_runs:
+                found.append([layer])
+                self.skipped.pop(self.model.names.get(id(layer), ""), None)
+            self.lone[id(layer)] = layer
+            self._with_sequential |= element.text is None
+        if taken and self._choose([element]) and found:
+            self.places.append(Place([Unit([element])], [element], found))
+
+    @staticmethod
+    def _is_lone(element: Element, layer: nn.Module) -> bool:
+        """Returns whether this call of the layer was found before."""
+        if element.text is None:
+            is_written = key_of(SEQUENTIAL.__code__) in ORIGINALS
+        else:
+            is_written = holds(Piece.of(element.text, [element.step]))
+        return is_written and plain.RULES.runs_alone(layer)
+
+    def _explain_unfollowed(self, calls: Chain) -> None:
+        """Says of each layer that is left alone why no call of it is an operator."""
+        for module, path in self.paths.items():
+            if isinstance(module, nn.MultiheadAttention):
+                self.skipped.setdefault(path, (ATTENTION.format(type(module).__name__), ""))
+        inside = (*FUSED, nn.MultiheadAttention, FusedLinear)
+        known = {id(m) for held in self.paths if isinstance(held, inside) for _, m in named(held)}
+        self._explain_uses({element.place for element in calls}, known)
+        for module, path in self.paths.items():
+            if plain.is_linear(module) and id(module) not in self.lone.keys() | known:
+                self.skipped.setdefault(path, (NO_CALL, ""))
+
+    def _explain_uses(self, calls: set[tuple], known: set[int]) -> None:
+        """Notes other calls of layers, and what reads a layer without calls."""
+        for resolver in self.model.resolvers:
+            for node in resolver.text.numbers:
+                match node:
+                    case ast.Call(used) if (resolver.owner, node) not in calls:
+                        reason = OTHER_CALL
+                    case ast.Attribute(used, "weight", ast.Load()):
+                        reason = OTHER_READ
+                    case _:
+                        continue
+                if resolver.is_given(used):
+                    continue
+                for layer in filter(plain.is_linear, resolver.values(used)):
+                    is_other = reason is OTHER_CALL or id(layer) not in self.lone
+                    if is_other and id(layer) not in known:
+                        where = f"{resolver.text.code.co_filename}:{node.lineno}"
+                        path = self.model.names.get(id(layer), "")
+                        self.skipped.setdefault(path, (reason, where))
+
     # --- the rest -------------------------------------------------------------------------------
 
     def _explain_container(self, steps: Chain) -> None:
@@ -411,7 +515,9 @@ class Plan:
         for module, path in self.paths.items():
             if module in self.model.apart:
                 held = module._modules.values()
-                if any(map(plain.is_layer, held)) and any(map(plain.is_activation, held)):
+                layers = [*filter(plain.is_layer, held)]
+                is_left = any(id(layer) not in self.lone for layer in layers)
+                if is_left and any(map(plain.is_activation, held)):
                     self.skipped[path] = self.model.apart[module], ""
             if is_sequential(module) or isinstance(module, FUSED):
                 continue  # no linear layer before that activation; fused already
@@ -435,14 +541,17 @@ class Plan:
         """Changes the model. Nothing here can fail half way."""
         skipped = (Skipped(path, *reason) for path, reason in self.skipped.items())
         report = Report(tuple(self._blocks()), tuple(skipped))
-        if dry_run or not self.places:
+        if dry_run or not (self.places or self.lone):
             return report
-        rewrite(self.chosen, any(place.steps[0].text is None for place in self.places))
+        in_sequential = any(place.steps[0].text is None for place in self.places)
+        rewrite(self.chosen, in_sequential or self._with_sequential)
         for place in self.places:
-            for layer in (layer for row in place.rows for layer in row):
-                vars(layer).setdefault(MARK, {**MARKS["default"]})
+            for layer in (layer for row in place.rows for layer in row if not place.is_lone):
+                plain.mark(layer, "default")
             for layer in place.low_memory() if memory == "low" else ():
-                vars(layer)[MARK] = {**MARKS[memory]}
+                plain.mark(layer, memory)
+        for layer in self.lone.values():
+            plain.mark(layer, "alone")
         forget_compiled()
         return report
 
@@ -463,6 +572,20 @@ class Plan:
             layers = tuple(self.model.names.get(id(m), "") for row in place.rows for m in row)
             path = self.model.names[id(first.owner)]
             yield Block(path, kind, layers, tuple(before), tuple(after), first.where)
+
+
+def calls_in(chains: Iterable[Chain]) -> Iterator[Element]:
+    """Yields the calls of a tensor and nothing else that may be of a layer."""
+    for chain in chains:
+        for first in chain:
+            for element in (first, *(part for form in first.parts for part in form)):
+                if element.of(is_for_lone) and element.step.is_bare:
+                    yield element
+
+
+def is_for_lone(value: object) -> bool:
+    """Returns whether it is a layer that a call of ours may take alone, if it is plain."""
+    return plain.is_linear(value) and not isinstance(value, FusedLinear)
 
 
 def drops(elements: Chain) -> bool:

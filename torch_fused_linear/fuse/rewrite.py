@@ -4,7 +4,8 @@ A function stays the same object with its name, file, lines, closure, decorators
 code is compiled anew with its file. Marks on layers say for which of them it matters.
 
 Calls that are nested, ``f2(f1(x))``, become ``nested(f2, f1, x)``, which looks everything up in the
-same order and calls what is not plain as it was. Calls in several statements become ::
+same order and calls what is not plain as it was. With ``fuse_(linear=True)`` the call of a layer,
+``f(x)``, becomes ``alone(f, x)``. Calls in several statements become ::
 
     if (result := run(x, f1, f2)) is None:
         h = f1(x)  # as written
@@ -20,7 +21,7 @@ import ast
 import copy
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 
@@ -59,6 +60,11 @@ class Piece:
         """The places of the steps in the text: equal for another text of the same function."""
         return tuple(self.text.numbers[step.node] for step in self.steps)
 
+    @property
+    def is_alone(self) -> bool:
+        """Returns whether it is one layer's call, which becomes ``alone(f, x)``."""
+        return len(self.steps) == 1 and self.region is None
+
 
 Pieces = dict[tuple[int, ...], Piece]
 _rewritten: weakref.WeakKeyDictionary[FunctionType, Pieces] = weakref.WeakKeyDictionary()
@@ -85,6 +91,13 @@ def rewrite(chosen: dict[Text, Pieces], with_sequential: bool) -> None:
             text.function.__code__ = code
 
 
+def holds(piece: Piece) -> bool:
+    """Returns whether the function of a piece has it already."""
+    function = piece.text.function
+    is_ours = key_of(function.__code__) in ORIGINALS
+    return is_ours and piece.key in _rewritten.get(function, {})
+
+
 def put_back() -> None:
     """Gives every function the code that it had, but one that somebody has changed since."""
     with _lock:
@@ -107,9 +120,13 @@ def _compiled(wanted: dict[Text, Pieces]) -> dict[Text, CodeType]:
             (look,) = ast.parse(_SEQUENCE).body
             line = max(n.lineno for n in ast.walk(node) if isinstance(n, ast.Call))
             node.body.insert(-2, ast.increment_lineno(look, line - 3))  # the loop's
+        lone = [piece for piece in pieces.values() if piece.is_alone]
+        for piece in lone:  # first, as the others copy what is around them
+            _Writer(piece, node).write_alone()
         # A long run is tried first; a shorter one in it stands where the long one is as written.
-        for piece in sorted(pieces.values(), key=lambda p: len(p.steps), reverse=True):
-            _Writer(piece, node).write()
+        runs = [piece for piece in pieces.values() if not piece.is_alone]
+        for piece in sorted(runs, key=lambda p: len(p.steps), reverse=True):
+            _Writer(piece, node, lone).write()
         ast.fix_missing_locations(tree)
         codes = codes_in(compile(tree, path, "exec", flags, dont_inherit=True))
         found[text] = next(c for c in codes if (c.co_name, c.co_firstlineno) == text.key)
@@ -119,8 +136,9 @@ def _compiled(wanted: dict[Text, Pieces]) -> dict[Text, CodeType]:
 class _Writer:
     """Writes one piece into a fresh tree of its function."""
 
-    def __init__(self, piece: Piece, node: ast.AST) -> None:
+    def __init__(self, piece: Piece, node: ast.AST, lone: Sequence[Piece] = ()) -> None:
         self.piece, self.node = piece, node
+        self.lone = {number for other in lone for number in other.key}
         if not hasattr(node, "numbered"):  # before anything is changed
             node.numbered = [*ast.walk(node)]
         self.fresh = {old: node.numbered[number] for old, number in piece.text.numbers.items()}
@@ -130,6 +148,11 @@ class _Writer:
             self._nest()
         else:
             self._branch(self.piece.region)
+
+    def write_alone(self) -> None:
+        """The node stays the same, so that a run which ends with it finds it."""
+        (step,) = self.piece.steps
+        _make_alone(self.fresh[step.node])
 
     def copied(self, node: ast.AST) -> ast.AST:
         return copy.deepcopy(node)
@@ -150,8 +173,11 @@ class _Writer:
         if not any(part is whole for part in ast.walk(last)):  # a shorter piece stands there
             last, whole = region.last, self.piece.steps[-1].node
         holder = ast.Module([self.copied(last)], [])
-        parts = zip(ast.walk(last), ast.walk(holder.body[0]))
+        parts = [*zip(ast.walk(last), ast.walk(holder.body[0]))]
         _exchange(holder, next(copied for part, copied in parts if part is whole), result)
+        for part, copied in parts:  # of the text; the function's own statement has them already
+            if self.piece.text.numbers.get(part) in self.lone:
+                _make_alone(copied)
         between = [self.copied(s) for s in region.statements[:-1] if only_names(s)]
         forget = ast.Delete([ast.Name(in_code.RESULT, ast.Del())])
         after = [] if isinstance(last, ast.Return) else [forget]
@@ -201,6 +227,11 @@ class _Writer:
         more = [self.copied(a) for a in (call.args if is_method else call.args[1:])]
         callee = _name("method_chunk") if is_method else self.copied(call.func)
         return _applied(callee, more, [self.copied(k) for k in call.keywords])
+
+
+def _make_alone(call: ast.Call) -> None:
+    call.args.insert(0, call.func)
+    call.func = ast.copy_location(_name("alone"), call.func)
 
 
 def _applied(callee: ast.expr, more: list[ast.expr], named: list[ast.keyword]) -> ast.expr:

@@ -54,11 +54,16 @@ def nested(*given: Any) -> Any:
     return DECISION._through(functions[::-1], x)
 
 
+def alone(layer: Function, x: Any, /) -> Any:
+    """Returns ``layer(x)``."""
+    return DECISION._alone(layer, x)
+
+
 def leads(module: nn.Module) -> bool:
     """Returns whether an nn.Sequential holds marked layers and iterates over its modules."""
     if type(module).__iter__ is not nn.Sequential.__iter__:
         return False
-    return any(DECISION.memory_of(child) is not None for child in module._modules.values())
+    return any(DECISION.mark_of(child) is not None for child in module._modules.values())
 
 
 def sequence(module: nn.Module, x: Any, i: int = 0) -> Any:
@@ -69,7 +74,7 @@ def sequence(module: nn.Module, x: Any, i: int = 0) -> Any:
         if calls:
             x, i = DECISION._carry_out(calls, x), end
             continue
-        x, i, before = functions[i](x), i + 1, len(functions)
+        x, i, before = DECISION._alone(functions[i], x), i + 1, len(functions)
         functions = [*module._modules.values()]  # it may have changed them
         if len(functions) != before:
             raise RuntimeError("dictionary changed size during iteration")
@@ -186,8 +191,19 @@ class Decision(Rules):
         i = 0
         while i < len(functions):
             calls, end = self.calls_from(functions, i, x)
-            x, i = (self._carry_out(calls, x), end) if calls else (functions[i](x), i + 1)
+            if calls:
+                x, i = self._carry_out(calls, x), end
+            else:
+                x, i = self._alone(functions[i], x), i + 1
         return x
+
+    def _alone(self, function: Function, x: Any) -> Any:
+        """A function with which no run begins: as an operator, if it is a plain layer that is
+        marked to run alone."""
+        held = self.parameters(function) if self.runs_alone(function) else None
+        if held is None or not self.fits(function, x, *held):
+            return function(x)
+        return self._one(function, held, None, x)
 
     def _carry_out(self, calls: list[Call], x: Any) -> Any:
         for layers, held, kind, function in calls:

@@ -42,6 +42,7 @@ def gain(
     loss: Callable[[Any], Tensor] = loss_of,
     step: bool = False,
     compile: bool = False,
+    linear: bool = False,
     seconds: float = 5.0,
     progress: bool = True,
 ) -> Gain:
@@ -58,6 +59,7 @@ def gain(
             has, or the mean of all floating-point tensors in it.
         step: also measure a training step: loss and all gradients, without an optimizer.
         compile: also measure ``torch.compile``, without and with our pass. This may take minutes.
+        linear: fuse the model with ``fuse_(linear=True)``.
         seconds: how long to time each mode, or longer until there are nine rounds.
         progress: report progress on standard error.
 
@@ -86,7 +88,7 @@ def gain(
     modes, state = {}, random.getstate()
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         for name in ("inference", *["step"] * step):
-            copies = Copies(model, inputs, kwargs or {}, loss, name == "step")
+            copies = Copies(model, inputs, kwargs or {}, loss, name == "step", linear)
             try:
                 if copies.report.fused or compile:
                     modes[name] = measured(copies, compile, seconds, name if progress else "")
@@ -117,7 +119,13 @@ class Copies:
     """A copy of a model and its inputs for each way. All share the parameters of the first."""
 
     def __init__(
-        self, model: nn.Module, args: Sequence, kwargs: Mapping, loss: Callable, step: bool
+        self,
+        model: nn.Module,
+        args: Sequence,
+        kwargs: Mapping,
+        loss: Callable,
+        step: bool,
+        linear: bool = False,
     ) -> None:
         self.step, self.loss = step, loss
         try:
@@ -130,7 +138,7 @@ class Copies:
         shared = {id(parameter): parameter for parameter in plain.parameters()}
         ways = (EAGER, FUSED, COMPILED, OURS)
         self.models = {way: copy.deepcopy(plain, dict(shared)) for way in ways}
-        self.report = fuse_(self.models[FUSED])
+        self.report = fuse_(self.models[FUSED], linear=linear)
         read = [*plain.parameters(), *floats_in((self.args, self.kwargs)), torch.empty(0)]
         self.leaves = [t for t in read if t.requires_grad]
         self.device, kind = read[0].device, read[0].device.type

@@ -47,6 +47,7 @@ def command_line() -> OneLineParser:
     add("--device", help="cpu, cuda or cuda:N; default: a GPU if there is one")
     add("--step", action="store_true", help="also a training step, without an optimizer")
     add("--compile", action="store_true", help="also torch.compile, and that with our pass")
+    add("--linear", action="store_true", help="as fuse_(linear=True): single layers, too")
     add("--seconds", type=float, default=5.0, help="to time each mode; default: 5")
     add("--why", action="store_true", help="list what is fused, and what is not and why")
     add("--picture", type=Path, help="draw bars into this file (.png, .svg)")
@@ -102,7 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model.to(device, DTYPES[given.dtype])
         inputs = [input_of(*each, model).to(device) for each in given.input]
         inputs = [x.to(DTYPES[given.dtype]) if x.is_floating_point() else x for x in inputs]
-        found = gain(model, *inputs, step=given.step, compile=given.compile, seconds=given.seconds)
+        options = {name: getattr(given, name) for name in ("step", "compile", "linear", "seconds")}
+        found = gain(model, *inputs, **options)
         if given.why:
             print(f"{found.report}\n")
         print(found)
