@@ -18,6 +18,7 @@ from tree_changes import PATCHED, patched
 from tree_compare import SYSTEMS, assert_runs_the_same, attempt
 
 import torch_fused_linear as tfl
+from torch_fused_linear.fuse import plain
 
 X = [torch.randn(4, 6, dtype=torch.float64)]
 
@@ -292,3 +293,25 @@ def test_eager_quantisation_in_any_order(turn):
     model = copy.deepcopy(plain)
     torch.testing.assert_close(run(model, True), run(plain, False))
     assert type(model.module.fc1) is type(plain.module.fc1)
+
+
+class Dropped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)
+        self.drop, self.norm = nn.Dropout(0.0), nn.Identity()
+
+    def forward(self, x):
+        h = self.act(self.fc1(x))
+        h = self.norm(self.drop(h))
+        return self.fc2(h)
+
+
+def test_what_is_no_layer_is_asked_for_no_mark_before_a_call(fresh_compiler):
+    """A missing attribute of a module is the dearest thing that Dynamo tests: it asks Python."""
+    model = Dropped()
+    assert tfl.fuse_(model).fused
+    torch.compile(model, backend="eager", fullgraph=True)(torch.randn(2, 6))
+    (entry,) = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(Dropped.forward.__code__)
+    lines = [line for line in str(entry.guard_manager).splitlines() if plain.MARK in line]
+    assert lines and not [line for line in lines if "hasattr" in line]

@@ -138,8 +138,11 @@ class Rules:
         """Returns the options of a marked layer, else None."""
         if not isinstance(layer, nn.Module):
             return None
-        # Dynamo guards an attribute that is looked up, but no entry of __dict__.
+        # Dynamo guards an attribute that is looked up, but no entry of __dict__. The one that is
+        # missing costs most, and what is no layer has none.
         is_traced = is_dynamo_compiling()
+        if is_traced and kind_of_class(type(layer)) not in ("layer", "float8"):
+            return None
         return getattr(layer, MARK, None) if is_traced else layer.__dict__.get(MARK)
 
     def memory_of(self, layer: object) -> str | None:
