@@ -128,7 +128,7 @@ class LinearNode final : public Node {
   variable_list gradients(const Tensor& grad) override { return run({work(), form_}, grad); }
   std::span<SavedVariable> kept() override { return kept_; }
   std::vector<int64_t> traits() const override {
-    return {static_cast<int64_t>(form_.activation), form_.by_columns};
+    return {number(form_.activation), form_.by_columns};
   }
   Backward backward() const override {
     return [form = form_](Work work, const Tensor& grad) {
@@ -158,7 +158,7 @@ Pair relu_and_bits(const Tensor& input, const Tensor& weight, const OptionalTens
 Pair forward_for_training(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                           Activation activation, Memory memory) {
   if (weight.dim() == 3) {
-    auto [output, saved] = dispatch::EnsembleLinear::call(input, weight, bias, name(activation));
+    auto [output, saved] = dispatch::EnsembleLinear::call(input, weight, bias, number(activation));
     return {output, saved_for(activation) == Saved::output ? output : saved};
   }
   if (activation == Activation::none) return {fused::linear(input, weight, bias), Tensor()};

@@ -74,8 +74,8 @@ struct GatedAutograd {
 };
 
 Pair ensemble_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                     std::string_view text) {
-  const auto activation = parse_activation(dispatch::EnsembleLinear::name, text);
+                     int64_t number) {
+  const auto activation = activation_of(dispatch::EnsembleLinear::name, number);
   if (wants_formula(input, weight, bias)) {
     return reference::LinearFormula::ensemble(input, weight, bias, activation);
   }
@@ -84,7 +84,7 @@ Pair ensemble_linear(const Tensor& input, const Tensor& weight, const OptionalTe
     return {output, reference::unwanted(output)};
   }
   const at::AutoDispatchBelowADInplaceOrView guard;
-  return dispatch::EnsembleLinear::call(input, weight, bias, text);
+  return dispatch::EnsembleLinear::call(input, weight, bias, number);
 }
 
 }  // namespace

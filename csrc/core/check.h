@@ -88,7 +88,7 @@ inline Memory parse_memory(const char* op, std::string_view text, bool is_gated 
 }
 
 [[noreturn]] inline void throw_unknown_activation(const char* op, std::string_view text,
-                                                  const char* what, bool hidden) {
+                                                  bool hidden) {
   std::ostringstream expected;
   for (const auto activation : activations) {
     if (hidden && activation == Activation::none) continue;
@@ -96,22 +96,34 @@ inline Memory parse_memory(const char* op, std::string_view text, bool is_gated 
     expected << (first ? "'" : last ? " or '" : ", '") << name(activation) << '\'';
   }
   const auto* two = text == "gelu" ? ": GELU is 'gelu_tanh' or, as nn.GELU() is, 'gelu_erf'" : "";
-  TORCH_CHECK_VALUE(false, op, ": ", what, " must be ", expected.str(), ", got '", text, "'", two);
+  TORCH_CHECK_VALUE(false, op, ": activation must be ", expected.str(), ", got '", text, "'", two);
 }
 
 // A hidden activation stands between two layers and cannot be none.
-inline Activation parse_activation(const char* op, std::string_view text,
-                                   const char* what = "activation", bool hidden = false) {
+inline Activation parse_activation(const char* op, std::string_view text, bool hidden = false) {
   for (const auto activation : activations) {
     if (hidden && activation == Activation::none) continue;
     if (text == name(activation)) return activation;
   }
-  throw_unknown_activation(op, text, what, hidden);
+  throw_unknown_activation(op, text, hidden);
 }
 
-inline Activation parse_hidden_activation(const char* op, std::string_view text,
-                                          const char* what = "activation") {
-  return parse_activation(op, text, what, /*hidden=*/true);
+inline Activation parse_hidden_activation(const char* op, std::string_view text) {
+  return parse_activation(op, text, /*hidden=*/true);
+}
+
+// The activation with this number, the argument of a private operator.
+inline Activation activation_of(const char* op, int64_t given, const char* what = "activation",
+                                bool hidden = false) {
+  const auto least = number(activations[hidden ? 1 : 0]), most = number(*std::rbegin(activations));
+  TORCH_CHECK_VALUE(least <= given && given <= most, op, ": ", what, " must be a number from ",
+                    least, " to ", most, ", got ", given);
+  return activations[given];
+}
+
+inline Activation hidden_activation_of(const char* op, int64_t given,
+                                       const char* what = "activation") {
+  return activation_of(op, given, what, /*hidden=*/true);
 }
 
 // torch.nn.functional.gelu's argument.

@@ -298,12 +298,11 @@ struct Linear {
 
 TORCH_LIBRARY_IMPL(fused, CUDA, m) {
   dispatch::register_linear<Linear>(m);
-  m.impl(dispatch::MlpInOne::name,
-         [](const Tensor& input, at::TensorList weights, const c10::List<OptionalTensor>& biases,
-            std::string_view text) {
-           const auto activation = parse_hidden_activation("mlp", text);
-           return mlp_in_one(input, weights, biases, activation, /*keeps=*/true);
-         });
+  m.impl(dispatch::MlpInOne::name, [](const Tensor& input, at::TensorList weights,
+                                      const c10::List<OptionalTensor>& biases, int64_t number) {
+    const auto activation = hidden_activation_of(dispatch::MlpInOne::name, number);
+    return mlp_in_one(input, weights, biases, activation, /*keeps=*/true);
+  });
 }
 
 }  // namespace fused::cuda

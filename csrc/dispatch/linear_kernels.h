@@ -33,10 +33,10 @@ struct LinearKernels {
   }
 
   static Pair ensemble_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                              std::string_view text) {
+                              int64_t number) {
     const explain::Row row(EnsembleLinear::name, input, weight);
     check_ensemble(row.op, input, weight, bias);
-    const auto activation = parse_activation(row.op, text);
+    const auto activation = activation_of(row.op, number);
     return way(row.op, input, [&](auto w) -> Pair {
       if constexpr (requires { &decltype(w)::ensemble; }) {
         return w.ensemble(input, weight, bias, activation);
