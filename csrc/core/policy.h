@@ -42,8 +42,9 @@ void refuse_batch_dependence(const char* op, const at::TensorBase& like);
 // Whether what runs may be recorded: by tracing, or by any mode or tensor of Python's.
 bool is_traced(const at::TensorBase& input);
 
-// A graph outlives the policy of its tracing: that sees `automatic`, and the kernels ask when they
-// run.
+// The policy that a call's operators are chosen by. A graph outlives 'eager' and 'cublaslt': its
+// tracing sees `automatic`, and the kernels ask when they run. Graphs for 'batch_invariant' are
+// traced for it.
 Policy policy_for_graph(const at::TensorBase& input);
 void set_policy(Policy policy);
 
