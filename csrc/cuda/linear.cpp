@@ -91,7 +91,9 @@ struct Linear {
     const c10::cuda::CUDAGuard guard(grad_output.device());
     auto dz = S::grad_input(grad_output, true);
     auto grad_bias = S::vector(grad_output, grad_output.size(-1), bias_grad);
-    activation_gradient(plain_rows(grad_output).matrix, plain_rows(saved).matrix, is_mask(saved),
+    const bool reads = activation != Activation::none;  // else saved may be anything
+    const auto kept = reads ? plain_rows(saved) : Operand();
+    activation_gradient(plain_rows(grad_output).matrix, kept.matrix, reads && is_mask(saved),
                         activation, grad_output, dz.data_ptr(), grad_bias);
     return {dz, grad_bias};
   }
@@ -300,7 +302,12 @@ TORCH_LIBRARY_IMPL(fused, CUDA, m) {
   dispatch::register_linear<Linear>(m);
   m.impl(dispatch::MlpInOne::name, [](const Tensor& input, at::TensorList weights,
                                       const c10::List<OptionalTensor>& biases, int64_t number) {
-    const auto activation = hidden_activation_of(dispatch::MlpInOne::name, number);
+    constexpr auto op = dispatch::MlpInOne::name;
+    const auto activation = hidden_activation_of(op, number);
+    check_mlp(op, weights, biases);
+    const char* why = objection(input, weights, biases);
+    TORCH_CHECK(why == nullptr, op, ": expected a chain of layers for one input, got ",
+                describe(input), " ", why);
     return mlp_in_one(input, weights, biases, activation, /*keeps=*/true);
   });
 }

@@ -79,8 +79,8 @@ Tensor preactivation_gradient(const steps::LinearBackward& layer) {
   if (layer.activation == Activation::none || given.numel() == 0) return given;
   auto dz = empty(given.sizes(), given);
   const auto grad = plain_rows(given), saved = plain_rows(*layer.saved);
-  one_pass(grad.matrix, saved.matrix, /*mask=*/false, layer.activation, gemm_type(dz.scalar_type()),
-           dz.data_ptr(), {});
+  one_pass(grad.matrix, saved.matrix, layer.saved->scalar_type() == at::kByte, layer.activation,
+           gemm_type(dz.scalar_type()), dz.data_ptr(), {});
   return dz;
 }
 
