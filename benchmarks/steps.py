@@ -14,7 +14,7 @@ from torch import Tensor
 import torch_fused_linear as tfl
 from benchmarks.cases import DTYPES, KINDS, Case
 from benchmarks.rivals import nvmath
-from torch_fused_linear.activations import ACTIVATIONS
+from torch_fused_linear.activations import ACTIVATIONS, NUMBERS
 from torch_fused_linear.timing import Call
 
 aten = torch.ops.aten
@@ -45,7 +45,7 @@ class OnePass:
 
 def ours_in_one_pass(case: Case, data: OnePass) -> Call:
     run = torch.ops.fused._activation_backward
-    return lambda: run(data.grad, data.saved, KINDS[case.activation], True)
+    return lambda: run(data.grad, data.saved, NUMBERS[KINDS[case.activation]], True)
 
 
 def eager_in_passes(case: Case, data: OnePass) -> Call:
@@ -92,7 +92,8 @@ class Edge:
 def ours_through(case: Case, data: Edge, of_mask: bool) -> Call:
     across, wanted = torch.ops.fused._linear_backward_across, [True, False, False]
     saved = data.mask if of_mask else data.output
-    layers = (data.dz, data.output, data.weight, None, "none", wanted, saved, "relu", True)
+    none, relu = NUMBERS["none"], NUMBERS["relu"]
+    layers = (data.dz, data.output, data.weight, None, none, wanted, saved, relu, True)
     return lambda: across(*layers)
 
 

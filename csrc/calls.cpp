@@ -50,7 +50,7 @@ namespace steps {
 
 Pair linear_aux(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                 Activation activation) {
-  return dispatch::LinearAux::call(input, weight, bias, name(activation));
+  return dispatch::LinearAux::call(input, weight, bias, number(activation));
 }
 
 Tensor relu_mask(const Tensor& output) { return dispatch::ReluMask::call(output); }
@@ -61,12 +61,12 @@ Pair linear_relu_bits(const Tensor& input, const Tensor& weight, const OptionalT
 
 Pair activation_backward(const Tensor& grad_output, const Tensor& saved, Activation activation,
                          bool bias_grad) {
-  return dispatch::ActivationBackward::call(grad_output, saved, name(activation), bias_grad);
+  return dispatch::ActivationBackward::call(grad_output, saved, number(activation), bias_grad);
 }
 
 Triple linear_backward(const LinearBackward& layer) {
   return dispatch::LinearBackward::call(layer.grad_output, layer.input, layer.weight, layer.saved,
-                                        name(layer.activation), layer.wanted);
+                                        number(layer.activation), layer.wanted);
 }
 
 void weight_gradient(const Tensor& grad_output, const OptionalTensor& input, const Tensor& into,
@@ -76,22 +76,23 @@ void weight_gradient(const Tensor& grad_output, const OptionalTensor& input, con
 
 Quadruple linear_backward_across(const LinearBackward& layer, const PreviousLayer& previous) {
   return dispatch::LinearBackwardAcross::call(
-      layer.grad_output, layer.input, layer.weight, layer.saved, name(layer.activation),
-      layer.wanted, previous.saved, name(previous.activation), previous.bias_grad);
+      layer.grad_output, layer.input, layer.weight, layer.saved, number(layer.activation),
+      layer.wanted, previous.saved, number(previous.activation), previous.bias_grad);
 }
 
 Tensor glu(const Tensor& gate, const OptionalTensor& up, Activation activation) {
-  return dispatch::Glu::call(gate, up, name(activation));
+  return dispatch::Glu::call(gate, up, number(activation));
 }
 
 Triple linear_glu_aux(const Tensor& input, const Tensor& gate, const OptionalTensor& up,
                       const OptionalTensor& gate_bias, const OptionalTensor& up_bias,
                       Activation activation, bool keeps) {
-  return dispatch::LinearGluAux::call(input, gate, up, gate_bias, up_bias, name(activation), keeps);
+  return dispatch::LinearGluAux::call(input, gate, up, gate_bias, up_bias, number(activation),
+                                      keeps);
 }
 
 Quintuple glu_backward(const GluBackward& step) {
-  return dispatch::GluBackward::call(step.grad_output, step.gate, step.up, name(step.activation),
+  return dispatch::GluBackward::call(step.grad_output, step.gate, step.up, number(step.activation),
                                      step.wanted, step.down);
 }
 

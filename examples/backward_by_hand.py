@@ -10,7 +10,7 @@ rule, from the loss down, with dz for the gradient of what goes into an activati
 
 Three operators do this (`csrc/fused_linear.h` has the same in C++, as `fused::steps`):
 
-- `torch.ops.fused._linear_aux(x, w, b, "relu")` is the forward that also writes what the backward
+- `torch.ops.fused._linear_aux(x, w, b, RELU)` is the forward that also writes what the backward
   needs of the ReLU: one bit for each element, set where the pre-activation is >= 0. That is
   cuBLASLt's RELU_AUX_BIAS. Rows are padded to 128 bits; bit o % 8 of byte o // 8 is feature o.
 - `torch.ops.fused._linear_backward_across(...)` is the backward of the second layer, and on along
@@ -42,35 +42,37 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fused_linear import explain, set_policy
+from torch_fused_linear.activations import NUMBERS
 
 fused = torch.ops.fused
+NONE, RELU = NUMBERS["none"], NUMBERS["relu"]
 NAMES = ("w1", "b1", "w2", "b2")
 
 
 def across(x: Tensor, target: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor):
     """The ReLU's part of the backward in the second layer's step. -> y, mask, gradients"""
-    h, mask = fused._linear_aux(x, w1, b1, "relu")  # RELU_AUX_BIAS
+    h, mask = fused._linear_aux(x, w1, b1, RELU)  # RELU_AUX_BIAS
     y = fused.linear(h, w2, b2)  # BIAS
 
     dy = (y - target) / y.numel()
-    # The second layer has no activation of its own ("none", nothing saved); relu is the one before.
+    # The second layer has no activation of its own (NONE, nothing saved); relu is the one before.
     dz1, dw2, db2, db1 = fused._linear_backward_across(
-        dy, h, w2, None, "none", [True, True, True], mask, "relu", True
+        dy, h, w2, None, NONE, [True, True, True], mask, RELU, True
     )  # DRELU_BGRAD for dz1 and db1
     # The activation is dealt with and db1 is known, so dw1 is all that is left.
-    _, dw1, _ = fused._linear_backward(dz1, x, w1, None, "none", [False, True, False])
+    _, dw1, _ = fused._linear_backward(dz1, x, w1, None, NONE, [False, True, False])
     return y, mask, (dw1, db1, dw2, db2)
 
 
 def layer_by_layer(x: Tensor, target: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor):
     """Each layer for itself, with a pass over memory between. -> y, mask, gradients"""
-    h, mask = fused._linear_aux(x, w1, b1, "relu")
+    h, mask = fused._linear_aux(x, w1, b1, RELU)
     y = fused.linear(h, w2, b2)
 
     dy = (y - target) / y.numel()
-    dh, dw2, db2 = fused._linear_backward(dy, h, w2, None, "none", [True, True, True])
-    dz1, db1 = fused._activation_backward(dh, mask, "relu", True)
-    _, dw1, _ = fused._linear_backward(dz1, x, w1, None, "none", [False, True, False])
+    dh, dw2, db2 = fused._linear_backward(dy, h, w2, None, NONE, [True, True, True])
+    dz1, db1 = fused._activation_backward(dh, mask, RELU, True)
+    _, dw1, _ = fused._linear_backward(dz1, x, w1, None, NONE, [False, True, False])
     return y, mask, (dw1, db1, dw2, db2)
 
 
@@ -100,9 +102,9 @@ def errors(gradients: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> dict[str
 def gradient_at_zero(device: str) -> dict[str, list[float]]:
     """relu' at a pre-activation of -1, exactly 0, and 1, for either `saved`."""
     z = torch.tensor([[-1.0, 0.0, 1.0]], device=device)
-    output, mask = fused._linear_aux(z, torch.eye(3, device=device), None, "relu")
+    output, mask = fused._linear_aux(z, torch.eye(3, device=device), None, RELU)
     passed = {
-        saved: fused._activation_backward(torch.ones_like(z), tensor, "relu", False)[0]
+        saved: fused._activation_backward(torch.ones_like(z), tensor, RELU, False)[0]
         for saved, tensor in (("output", output), ("mask", mask))
     }
     return {saved: gradient.flatten().tolist() for saved, gradient in passed.items()}

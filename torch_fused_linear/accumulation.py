@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ._support.torch_internals import forget_compiled
+from .activations import NUMBERS
 
 _library = torch.library.Library("fused", "FRAGMENT")
 was_asked_for = False  # graphs that are compiled from then on look for sums
@@ -44,7 +45,7 @@ def _fake_storages(tensors: list[Tensor]) -> Tensor:
 def _fake_weight_gradient(
     grad_output: Tensor, input: Tensor, weight: Tensor, dtype: torch.dtype, storages: object = None
 ) -> Tensor:
-    layer = grad_output, input, weight, None, "none"
+    layer = grad_output, input, weight, None, NUMBERS["none"]
     return torch.ops.fused._linear_backward(*layer, [False, True, False])[1].to(dtype)
 
 

@@ -58,6 +58,8 @@ ACTIVATIONS = {
         Activation("relu2", "linear_relu2", "ReLU²", squared_relu, SquaredReLU),
     )
 }
+# The number by which a private operator takes one: csrc/fused_activation.h has them in this order.
+NUMBERS = {name: number for number, name in enumerate(("none", *ACTIVATIONS))}
 # The operators of a linear layer with one of these activations.
 OPERATORS = tuple(dict.fromkeys(a.operator for a in ACTIVATIONS.values()))
 

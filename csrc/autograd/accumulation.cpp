@@ -274,6 +274,10 @@ namespace {
 
 Tensor accumulated(const Tensor& grad, const Tensor& input, const Tensor& weight,
                    at::ScalarType dtype, const OptionalTensor& storages) {
+  TORCH_CHECK(!has_value(storages) || (storages->is_cpu() && storages->is_contiguous() &&
+                                       storages->scalar_type() == at::kLong),
+              "_accumulated_weight_gradient: storages must be Long, without gaps, on the CPU, got ",
+              describe(storages));
   const explain::Remarks remarks;
   const KernelsOnly guard;
   const auto node = torch::autograd::get_current_node();

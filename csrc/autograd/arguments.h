@@ -9,10 +9,9 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-namespace fused::autograd {
+#include <algorithm>
 
-using fused::has_tangent;
-inline bool has_tangent(const OptionalTensor& tensor) { return tensor && has_tangent(*tensor); }
+namespace fused::autograd {
 
 inline bool requires_grad(const Tensor& tensor) {
   return tensor.defined() && tensor.requires_grad();
@@ -23,42 +22,64 @@ inline bool inside_torch_func() {
   return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
 
-// Transforms that a C++ node cannot serve (torch.func, forward AD), and the user's wish, take the
-// formula, which torch differentiates as it does its own operators.
-template <typename... Tensors>
-bool wants_formula(const Tensor& input, const Tensors&... others) {
-  return policy_for_graph(input) == Policy::eager || inside_torch_func() || has_tangent(input) ||
-         (has_tangent(others) || ...);
+// Tells whether fn is true of any tensor in an operator's argument.
+template <typename Fn>
+bool any_tensor(const Fn& fn, const Tensor& tensor) {
+  return tensor.defined() && fn(tensor);
 }
-
-template <typename... Tensors>
-bool wants_gradient(const Tensors&... tensors) {
-  return at::GradMode::is_enabled() && (requires_grad(tensors) || ...);
+template <typename Fn>
+bool any_tensor(const Fn& fn, const OptionalTensor& tensor) {
+  return tensor && any_tensor(fn, *tensor);
 }
-
-// Tells whether autograd has anything to do with an argument of an operator.
-inline bool is_differentiated(const Tensor& tensor) {
-  return wants_gradient(tensor) || wants_formula(tensor);
+template <typename Fn>
+bool any_tensor(const Fn& fn, const at::TensorList& tensors) {
+  return std::ranges::any_of(tensors, [&](const Tensor& tensor) { return any_tensor(fn, tensor); });
 }
-inline bool is_differentiated(const OptionalTensor& tensor) {
-  return tensor && is_differentiated(*tensor);
-}
-template <typename Value>  // a number, a flag, a name
-bool is_differentiated(const Value&) {
+template <typename Fn>
+bool any_tensor(const Fn& fn, const c10::List<OptionalTensor>& tensors) {
+  for (const OptionalTensor& tensor : tensors) {
+    if (any_tensor(fn, tensor)) return true;
+  }
   return false;
 }
+template <typename Fn, typename Value>  // a number, a flag, a text
+bool any_tensor(const Fn&, const Value&) {
+  return false;
+}
+template <typename Fn, typename... Arguments>
+  requires(sizeof...(Arguments) > 1)
+bool any_tensor(const Fn& fn, const Arguments&... arguments) {
+  return (any_tensor(fn, arguments) || ...);
+}
+template <typename Fn>
+bool any_tensor(const Fn& fn, const steps::LinearBackward& layer) {
+  return any_tensor(fn, layer.grad_output, layer.input, layer.weight, layer.saved);
+}
+template <typename Fn>
+bool any_tensor(const Fn& fn, const steps::PreviousLayer& layer) {
+  return any_tensor(fn, layer.saved);
+}
+template <typename Fn>
+bool any_tensor(const Fn& fn, const steps::GluBackward& step) {
+  return any_tensor(fn, step.grad_output, step.gate, step.up, step.down);
+}
+
+// Transforms that a C++ node cannot serve (torch.func, forward AD), and the user's wish, take the
+// formula, which torch differentiates as it does its own operators.
 template <typename... Arguments>
-bool any_differentiated(const Arguments&... arguments) {
-  return (is_differentiated(arguments) || ...);
+bool wants_formula(const Arguments&... arguments) {
+  if (inside_torch_func()) return true;
+  const bool is_eager = policy() == Policy::eager;
+  const auto wants = [&](const Tensor& tensor) {
+    return has_tangent(tensor) || (is_eager && policy_for_graph(tensor) == Policy::eager);
+  };
+  return any_tensor(wants, arguments...);
 }
-inline bool is_differentiated(const steps::LinearBackward& layer) {
-  return any_differentiated(layer.grad_output, layer.input, layer.weight, layer.saved);
-}
-inline bool is_differentiated(const steps::PreviousLayer& layer) {
-  return is_differentiated(layer.saved);
-}
-inline bool is_differentiated(const steps::GluBackward& step) {
-  return any_differentiated(step.grad_output, step.gate, step.up, step.down);
+
+template <typename... Arguments>
+bool wants_gradient(const Arguments&... arguments) {
+  return at::GradMode::is_enabled() &&
+         any_tensor([](const Tensor& tensor) { return tensor.requires_grad(); }, arguments...);
 }
 
 // A step of a layer called by itself: `formula` where it is differentiated, else `step`.
@@ -68,7 +89,7 @@ struct Step;
 template <auto formula, typename Result, typename... Args, Result (*step)(Args...)>
 struct Step<formula, step> {
   static Result call(Args... args) {
-    if ((is_differentiated(args) || ...)) return formula(args...);
+    if (wants_formula(args...) || wants_gradient(args...)) return formula(args...);
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return step(args...);
   }

@@ -353,15 +353,9 @@ class GatedNode final : public Node {
   variable_list gradients(const Tensor& grad) override { return run({work(), form_}, grad); }
   std::span<SavedVariable> kept() override { return kept_; }
   std::vector<int64_t> traits() const override {
-    return {static_cast<int64_t>(form_.activation),
-            form_.has_up,
-            form_.has_down,
-            form_.is_joined,
-            form_.is_up_dropped,
-            form_.is_in_aten,
-            form_.by_columns[0],
-            form_.by_columns[1],
-            form_.by_columns[2]};
+    return {number(form_.activation), form_.has_up,        form_.has_down,
+            form_.is_joined,          form_.is_up_dropped, form_.is_in_aten,
+            form_.by_columns[0],      form_.by_columns[1], form_.by_columns[2]};
   }
   Backward backward() const override {
     return [form = form_](Work work, const Tensor& grad) {

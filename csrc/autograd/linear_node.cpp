@@ -128,7 +128,7 @@ class LinearNode final : public Node {
   variable_list gradients(const Tensor& grad) override { return run({work(), form_}, grad); }
   std::span<SavedVariable> kept() override { return kept_; }
   std::vector<int64_t> traits() const override {
-    return {static_cast<int64_t>(form_.activation), form_.by_columns};
+    return {number(form_.activation), form_.by_columns};
   }
   Backward backward() const override {
     return [form = form_](Work work, const Tensor& grad) {
@@ -158,11 +158,12 @@ Pair relu_and_bits(const Tensor& input, const Tensor& weight, const OptionalTens
 Pair forward_for_training(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                           Activation activation, Memory memory) {
   if (weight.dim() == 3) {
-    auto [output, saved] = dispatch::EnsembleLinear::call(input, weight, bias, name(activation));
+    auto [output, saved] = dispatch::EnsembleLinear::call(input, weight, bias, number(activation));
     return {output, saved_for(activation) == Saved::output ? output : saved};
   }
   if (activation == Activation::none) return {fused::linear(input, weight, bias), Tensor()};
-  const bool by_library = policy_for_graph(input) == Policy::cublaslt;
+  const auto policy = policy_for_graph(input);
+  const bool by_library = policy == Policy::cublaslt;
   if (activation == Activation::relu && !by_library) {
     if (memory == Memory::low) return relu_and_bits(input, weight, bias);
     // The output tells the gradient as well as the mask does, by torch's rule at zero, and the next
@@ -171,7 +172,7 @@ Pair forward_for_training(const Tensor& input, const Tensor& weight, const Optio
     return {output, output};
   }
   // Batch-invariant calls have the bits of inference, with low memory and for any width, too.
-  if (activation != Activation::relu && !is_batch_invariant()) {
+  if (activation != Activation::relu && policy != Policy::batch_invariant) {
     // An epilogue applies it before the sum is rounded, which cannot be done again.
     if (memory == Memory::low) {
       const auto preactivation = fused::linear(input, weight, bias);

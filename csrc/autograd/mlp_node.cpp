@@ -288,7 +288,7 @@ class MlpNode final : public Node {
   }
   std::span<SavedVariable> kept() override { return kept_; }
   std::vector<int64_t> traits() const override {
-    return {static_cast<int64_t>(form_.activation), form_.by_columns};
+    return {number(form_.activation), form_.by_columns};
   }
   Backward backward() const override {
     auto form = form_;
@@ -383,7 +383,7 @@ std::vector<Tensor> run_in_one(const Arguments& call) {
       call.input.is_cuda() && call.memory == Memory::standard && !is_traced(call.input);
   if (!may_run) return {};
   const at::AutoDispatchBelowADInplaceOrView guard;
-  return dispatch::MlpInOne::call(call.input, call.weights, call.biases, name(call.activation));
+  return dispatch::MlpInOne::call(call.input, call.weights, call.biases, number(call.activation));
 }
 
 // The layer's output, and what its act' will be read from. `below`: a gradient goes into its

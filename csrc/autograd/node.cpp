@@ -115,6 +115,7 @@ variable_list Node::detached(const Backward& backward, const variable_list& grad
   for (const auto& end : args.unpack<variable_list>()) edges.push_back(edge_of(end));
   edges.resize(wanted.size());
   if (!grads[0].defined()) return variable_list(wanted.size());
+  const HeldPolicy policy;
   const explain::Remarks remarks;
   return backward({std::move(kept), std::move(wanted), edges}, strided(grads[0]));
 }

@@ -127,9 +127,8 @@ bool is_sharded(const Tensor& tensor);
 // (checkpoint) by a forward that finds other facts.
 bool are_kept_as_they_are();
 
-// Kernels alone, in the dtypes that they are given, under one policy.
+// Kernels alone, in the dtypes that they are given.
 struct KernelsOnly {
-  const HeldPolicy policy;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
 };

@@ -42,32 +42,36 @@ inline const char* objection(const Tensor& tensor) {
   return is_supported(tensor.scalar_type()) ? nullptr : "(no kernel: dtype)";
 }
 
-// Says the same of a layer's arguments, for which torch's own functions go on, or raise.
-inline const char* objection(at::ScalarType dtype, const c10::SymInt& features,
-                             const Tensor& weight, const OptionalTensor& bias) {
+// Says the same of a layer of `features` inputs. This is the whole check of a layer's arguments:
+// torch's own functions go on with what it objects to, or raise. Torch does not notice everywhere
+// that a tensor on the meta device has no data.
+inline const char* objection(const Tensor& input, const c10::SymInt& features, const Tensor& weight,
+                             const OptionalTensor& bias) {
+  constexpr auto dtypes = "(no kernel: dtypes differ)", devices = "(no kernel: devices differ)";
   if (const char* why = objection(weight)) return why;
-  if (weight.scalar_type() != dtype) return "(no kernel: dtypes differ)";
+  if (weight.scalar_type() != input.scalar_type()) return dtypes;
   if (weight.dim() != 2 || weight.sym_size(1) != features) return "(no kernel: shape of weight)";
+  if (weight.device() != input.device()) return devices;
   if (!has_value(bias)) return nullptr;
   if (const char* why = objection(*bias)) return why;
-  if (bias->scalar_type() != dtype) return "(no kernel: dtypes differ)";
+  if (bias->scalar_type() != input.scalar_type()) return dtypes;
   const bool fits = bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0);
-  return fits ? nullptr : "(no kernel: shape of bias)";
+  if (!fits) return "(no kernel: shape of bias)";
+  return bias->device() == input.device() ? nullptr : devices;
 }
 
 inline const char* objection(const Tensor& input, const Tensor& weight,
                              const OptionalTensor& bias) {
   if (const char* why = objection(input)) return why;
   if (input.dim() < 1) return "(no kernel: shape of input)";
-  return objection(input.scalar_type(), input.sym_size(-1), weight, bias);
+  return objection(input, input.sym_size(-1), weight, bias);
 }
 
 inline const char* objection(const Tensor& input, at::TensorList weights,
                              const c10::List<OptionalTensor>& biases) {
   if (const char* why = objection(input, weights[0], biases.get(0))) return why;
   for (size_t i = 1; i < weights.size(); ++i) {
-    const char* why =
-        objection(input.scalar_type(), weights[i - 1].sym_size(0), weights[i], biases.get(i));
+    const char* why = objection(input, weights[i - 1].sym_size(0), weights[i], biases.get(i));
     if (why != nullptr) return why;
   }
   return nullptr;
@@ -88,7 +92,7 @@ inline Memory parse_memory(const char* op, std::string_view text, bool is_gated 
 }
 
 [[noreturn]] inline void throw_unknown_activation(const char* op, std::string_view text,
-                                                  const char* what, bool hidden) {
+                                                  bool hidden) {
   std::ostringstream expected;
   for (const auto activation : activations) {
     if (hidden && activation == Activation::none) continue;
@@ -96,22 +100,34 @@ inline Memory parse_memory(const char* op, std::string_view text, bool is_gated 
     expected << (first ? "'" : last ? " or '" : ", '") << name(activation) << '\'';
   }
   const auto* two = text == "gelu" ? ": GELU is 'gelu_tanh' or, as nn.GELU() is, 'gelu_erf'" : "";
-  TORCH_CHECK_VALUE(false, op, ": ", what, " must be ", expected.str(), ", got '", text, "'", two);
+  TORCH_CHECK_VALUE(false, op, ": activation must be ", expected.str(), ", got '", text, "'", two);
 }
 
 // A hidden activation stands between two layers and cannot be none.
-inline Activation parse_activation(const char* op, std::string_view text,
-                                   const char* what = "activation", bool hidden = false) {
+inline Activation parse_activation(const char* op, std::string_view text, bool hidden = false) {
   for (const auto activation : activations) {
     if (hidden && activation == Activation::none) continue;
     if (text == name(activation)) return activation;
   }
-  throw_unknown_activation(op, text, what, hidden);
+  throw_unknown_activation(op, text, hidden);
 }
 
-inline Activation parse_hidden_activation(const char* op, std::string_view text,
-                                          const char* what = "activation") {
-  return parse_activation(op, text, what, /*hidden=*/true);
+inline Activation parse_hidden_activation(const char* op, std::string_view text) {
+  return parse_activation(op, text, /*hidden=*/true);
+}
+
+// The activation with this number, the argument of a private operator.
+inline Activation activation_of(const char* op, int64_t given, const char* what = "activation",
+                                bool hidden = false) {
+  const auto least = number(activations[hidden ? 1 : 0]), most = number(*std::rbegin(activations));
+  TORCH_CHECK_VALUE(least <= given && given <= most, op, ": ", what, " must be a number from ",
+                    least, " to ", most, ", got ", given);
+  return activations[given];
+}
+
+inline Activation hidden_activation_of(const char* op, int64_t given,
+                                       const char* what = "activation") {
+  return activation_of(op, given, what, /*hidden=*/true);
 }
 
 // torch.nn.functional.gelu's argument.
@@ -158,16 +174,11 @@ inline void check_device(const char* op, const char* what, const Tensor& tensor,
               " must be on the device of input, ", input.device(), ", got ", tensor.device());
 }
 
-// Torch does not notice everywhere that a tensor on the meta device has no data.
+// The device of a bias of no dimensions is torch's to judge.
 inline void check_devices(const char* op, const Tensor& input, const Tensor& weight,
                           const OptionalTensor& bias) {
   check_device(op, "weight", weight, input);
   if (has_value(bias) && bias->dim() > 0) check_device(op, "bias", *bias, input);
-}
-
-inline void check_devices(const char* op, const Tensor& input, at::TensorList weights,
-                          const c10::List<OptionalTensor>& biases) {
-  for (size_t i = 0; i < weights.size(); ++i) check_devices(op, input, weights[i], biases.get(i));
 }
 
 inline void check_dtype_and_device(const char* op, const char* what, const Tensor& tensor,
@@ -199,17 +210,17 @@ inline void check_bias(const char* op, const Tensor& bias, const Tensor& weight)
 inline void check_linear(const char* op, const Tensor& input, const Tensor& weight,
                          const OptionalTensor& bias) {
   TORCH_CHECK(objection(input, weight, bias) == nullptr, describe_linear(op, input, weight, bias));
-  check_devices(op, input, weight, bias);
 }
 
 inline void check_ensemble(const char* op, const Tensor& input, const Tensor& weight,
                            const OptionalTensor& bias) {
   const auto of_each = [&](const Tensor& tensor, int64_t dim, const c10::SymInt& last) {
-    return tensor.dim() == dim && tensor.sym_size(0) == input.sym_size(0) &&
-           tensor.sym_size(-1) == last && tensor.scalar_type() == input.scalar_type() &&
-           tensor.device() == input.device();
+    return objection(tensor) == nullptr && tensor.dim() == dim &&
+           tensor.sym_size(0) == input.sym_size(0) && tensor.sym_size(-1) == last &&
+           tensor.scalar_type() == input.scalar_type() && tensor.device() == input.device();
   };
-  TORCH_CHECK(input.dim() == 3 && of_each(weight, 3, input.sym_size(2)) &&
+  TORCH_CHECK(objection(input) == nullptr && input.dim() == 3 &&
+                  of_each(weight, 3, input.sym_size(2)) &&
                   (!has_value(bias) || of_each(*bias, 2, weight.sym_size(1))),
               op, ": expected input [members, tokens, in], weight [members, out, in] and bias ",
               "[members, out] or None, of one dtype and device, got input ", describe(input),
@@ -251,15 +262,23 @@ inline void check_saved(const char* op, const Tensor& grad_output, const Tensor&
   }
 }
 
-inline void check_linear_backward(const char* op, const steps::LinearBackward& layer) {
-  const auto check = layer.weight.dim() == 3 ? check_ensemble : check_linear;
-  check(op, layer.input, layer.weight, {});
+inline void check_gradient_and_saved(const char* op, const steps::LinearBackward& layer) {
   check_dtype_and_device(op, "grad_output", layer.grad_output, layer.input);
   check_rows(op, "grad_output", layer.grad_output, layer.input, layer.weight.sym_size(-2));
   if (layer.activation == Activation::none) return;
   TORCH_CHECK_VALUE(has_value(layer.saved), op, ": activation '", name(layer.activation),
                     "' needs saved, the output or the pre-activation, got None");
   check_saved(op, layer.grad_output, *layer.saved, layer.activation);
+}
+
+inline void check_linear_backward(const char* op, const steps::LinearBackward& layer) {
+  check_linear(op, layer.input, layer.weight, {});
+  check_gradient_and_saved(op, layer);
+}
+
+inline void check_ensemble_backward(const char* op, const steps::LinearBackward& layer) {
+  check_ensemble(op, layer.input, layer.weight, {});
+  check_gradient_and_saved(op, layer);
 }
 
 inline void check_weight_gradient(const char* op, const Tensor& grad_output,

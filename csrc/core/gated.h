@@ -52,8 +52,7 @@ inline const char* objection(const Layer& layer, const Down& down) {
     if (layer.up->sym_size(0) != layer.gate.sym_size(0)) return "(no kernel: shape of up)";
   }
   if (!down.exists()) return nullptr;
-  return fused::objection(layer.input.scalar_type(), hidden_features(layer), down.weight,
-                          down.bias);
+  return fused::objection(layer.input, hidden_features(layer), down.weight, down.bias);
 }
 
 inline void check_devices(const char* op, const Layer& layer, const Down& down) {

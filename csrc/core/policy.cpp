@@ -48,7 +48,9 @@ bool is_traced(const at::TensorBase& input) {
 }
 
 Policy policy_for_graph(const at::TensorBase& input) {
-  return is_traced(input) ? Policy::automatic : policy();
+  const auto now = policy();
+  const bool outlasts = now == Policy::automatic || now == Policy::batch_invariant;
+  return outlasts || !is_traced(input) ? now : Policy::automatic;
 }
 
 Policy policy() { return held ? *held : current().load(std::memory_order_relaxed); }

@@ -43,8 +43,9 @@ void refuse_batch_dependence(const char* op, const at::TensorBase& like);
 // Returns whether calls may be recorded, by tracing or by a mode or tensor class in Python.
 bool is_traced(const at::TensorBase& input);
 
-// Returns the policy for code that a graph records. A graph outlives the policy under which it was
-// traced, so tracing sees `automatic`, and the kernels ask again when they run.
+// Returns the policy by which a call's operators are chosen. A graph outlives 'eager' and
+// 'cublaslt', so tracing sees `automatic`, and the kernels ask again when they run. A graph for
+// 'batch_invariant' is traced for it.
 Policy policy_for_graph(const at::TensorBase& input);
 void set_policy(Policy policy);
 

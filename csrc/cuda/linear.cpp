@@ -94,7 +94,9 @@ struct Linear {
     const c10::cuda::CUDAGuard guard(grad_output.device());
     auto dz = S::grad_input(grad_output, true);
     auto grad_bias = S::vector(grad_output, grad_output.size(-1), bias_grad);
-    activation_gradient(plain_rows(grad_output).matrix, plain_rows(saved).matrix, is_mask(saved),
+    const bool reads = activation != Activation::none;  // else saved may be anything
+    const auto kept = reads ? plain_rows(saved) : Operand();
+    activation_gradient(plain_rows(grad_output).matrix, kept.matrix, reads && is_mask(saved),
                         activation, grad_output, dz.data_ptr(), grad_bias);
     return {dz, grad_bias};
   }

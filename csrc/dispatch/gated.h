@@ -66,7 +66,6 @@ struct GatedWithoutGradient {
     if (const char* why = gated::objection(layer, down)) {
       return reference::gated_as_torch_does(op, why, layer, down, activation);
     }
-    gated::check_devices(op, layer, down);
     const bool may_join = !is_followed(layer.gate) && !is_followed(layer.up);
     const auto hidden = std::get<0>(gated_forward(layer, activation, /*keeps=*/false, may_join));
     return down.exists() ? fused::linear(hidden, down.weight, down.bias) : hidden;

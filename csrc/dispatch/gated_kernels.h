@@ -32,7 +32,6 @@ struct GatedKernels : GatedWithoutGradient {
       using Way = decltype(w);
       if constexpr (requires { &Way::linear_glu; }) {
         if (gated::objection(layer, {})) return std::nullopt;
-        gated::check_devices(op, layer, {});
         return Way::linear_glu(layer, activation, keeps);
       }
       return std::nullopt;

@@ -28,15 +28,14 @@ struct LinearKernels {
       return reference::as_torch_does(op, why, input, weight, bias, activation);
     }
     const explain::Row row(op, input, weight);
-    check_devices(op, input, weight, bias);
     return way(row.op, input, [&](auto w) { return w.forward(input, weight, bias, activation); });
   }
 
   static Pair ensemble_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                              std::string_view text) {
+                              int64_t number) {
     const explain::Row row(EnsembleLinear::name, input, weight);
     check_ensemble(row.op, input, weight, bias);
-    const auto activation = parse_activation(row.op, text);
+    const auto activation = activation_of(row.op, number);
     return way(row.op, input, [&](auto w) -> Pair {
       if constexpr (requires { &decltype(w)::ensemble; }) {
         return w.ensemble(input, weight, bias, activation);
@@ -90,8 +89,8 @@ struct LinearKernels {
 
   static Triple linear_backward(const steps::LinearBackward& layer) {
     const explain::Row row("_linear_backward", layer.input, layer.weight);
-    check_linear_backward(row.op, layer);
     if (layer.weight.dim() == 3) {
+      check_ensemble_backward(row.op, layer);
       return way(row.op, layer.grad_output, [&](auto w) {
         if constexpr (requires { &decltype(w)::ensemble_backward; }) {
           return w.ensemble_backward(layer);
@@ -99,6 +98,7 @@ struct LinearKernels {
         return reference::LinearFormula::linear_backward(layer);
       });
     }
+    check_linear_backward(row.op, layer);
     return way(row.op, layer.input, [&](auto w) { return w.linear_backward(layer); });
   }
 
@@ -125,7 +125,6 @@ struct LinearKernels {
     if (const char* why = objection(input, weights, biases)) {
       return reference::mlp_as_torch_does(why, input, weights, biases, activation);
     }
-    check_devices("mlp", input, weights, biases);
     if constexpr (requires { &Backend::mlp_in_one; }) {
       const auto all = Backend::mlp_in_one(input, weights, biases, activation, /*keeps=*/false);
       if (!all.empty()) return all[weights.size() - 1];

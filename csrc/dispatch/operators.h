@@ -37,7 +37,7 @@ constexpr auto operator+(const Text<a>& left, const Text<b>& right) {
   return both;
 }
 
-// A text of a schema, which becomes what a kernel takes for it.
+// A text of a public schema, which becomes what a kernel takes for it.
 struct Word {
   const char* op;
   std::string_view text;
@@ -45,6 +45,14 @@ struct Word {
   operator std::string_view() const { return text; }                         // NOLINT
   operator Activation() const { return parse_hidden_activation(op, text); }  // NOLINT
   operator Memory() const { return parse_memory(op, text); }                 // NOLINT
+};
+
+// A number of a step's schema: its activation.
+struct Number {
+  const char* op;
+  int64_t given;
+
+  operator Activation() const { return hidden_activation_of(op, given); }  // NOLINT
 };
 
 template <Text schema_, typename Signature>
@@ -64,6 +72,7 @@ struct Operator<schema_, Result(Args...)> {
   }();
 
   static Word parsed(std::string_view text) { return {name, text}; }
+  static Number parsed(int64_t given) { return {name, given}; }
   template <typename Value>
   static const Value& parsed(const Value& value) {
     return value;
@@ -197,12 +206,14 @@ struct IfForeign<Op, Tensor(Args...)>
 
 // ---- what nodes call ---------------------------------------------------------------------------
 
+// A step takes the activation as its number: the text of a public schema is parsed once, where the
+// call begins.
+
 // Gives what the backward needs besides: ReLU's bit mask, else the pre-activation.
-struct LinearAux
-    : Operator<
-          "_linear_aux(Tensor input, Tensor weight, Tensor? bias, "
-          "str activation) -> (Tensor output, Tensor saved)",
-          Pair(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view)> {
+struct LinearAux : Operator<
+                       "_linear_aux(Tensor input, Tensor weight, Tensor? bias, "
+                       "int activation) -> (Tensor output, Tensor saved)",
+                       Pair(const Tensor&, const Tensor&, const OptionalTensor&, int64_t)> {
   FUSED_STEP(linear_aux);
 };
 
@@ -220,32 +231,31 @@ struct LinearReluBits : Operator<
 
 struct ActivationBackward
     : Operator<
-          "_activation_backward(Tensor grad_output, Tensor saved, str activation, "
+          "_activation_backward(Tensor grad_output, Tensor saved, int activation, "
           "bool bias_grad) -> (Tensor grad_preactivation, Tensor grad_bias)",
-          Pair(const Tensor&, const Tensor&, std::string_view, bool)> {
+          Pair(const Tensor&, const Tensor&, int64_t, bool)> {
   FUSED_STEP(activation_backward);
 
   template <auto fn>
-  static Pair flat(const Tensor& grad_output, const Tensor& saved, std::string_view activation,
+  static Pair flat(const Tensor& grad_output, const Tensor& saved, int64_t activation,
                    bool bias_grad) {
-    return fn(grad_output, saved, parse_activation(name, activation), bias_grad);
+    return fn(grad_output, saved, activation_of(name, activation), bias_grad);
   }
 };
 
 struct LinearBackward
     : Operator<
           "_linear_backward(Tensor grad_output, Tensor input, Tensor weight, Tensor? saved, "
-          "str activation, bool[3] output_mask) -> "
+          "int activation, bool[3] output_mask) -> "
           "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
-          Triple(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                 std::string_view, std::array<bool, 3>)> {
+          Triple(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, int64_t,
+                 std::array<bool, 3>)> {
   FUSED_STEP(linear_backward);
 
   template <auto fn>
   static Triple flat(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
-                     const OptionalTensor& saved, std::string_view activation,
-                     std::array<bool, 3> wanted) {
-    return fn({grad_output, input, weight, saved, parse_activation(name, activation), wanted});
+                     const OptionalTensor& saved, int64_t activation, std::array<bool, 3> wanted) {
+    return fn({grad_output, input, weight, saved, activation_of(name, activation), wanted});
   }
 };
 
@@ -259,21 +269,20 @@ struct WeightGradient : Operator<
 struct LinearBackwardAcross
     : Operator<
           "_linear_backward_across(Tensor grad_output, Tensor input, Tensor weight, "
-          "Tensor? saved, str activation, bool[3] output_mask, Tensor previous_saved, "
-          "str previous_activation, bool previous_bias_grad) -> "
+          "Tensor? saved, int activation, bool[3] output_mask, Tensor previous_saved, "
+          "int previous_activation, bool previous_bias_grad) -> "
           "(Tensor grad_previous_preactivation, Tensor grad_weight, Tensor grad_bias, "
           "Tensor grad_previous_bias)",
-          Quadruple(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                    std::string_view, std::array<bool, 3>, const Tensor&, std::string_view, bool)> {
+          Quadruple(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, int64_t,
+                    std::array<bool, 3>, const Tensor&, int64_t, bool)> {
   FUSED_STEP(linear_backward_across);
 
   template <auto fn>
   static Quadruple flat(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
-                        const OptionalTensor& saved, std::string_view activation,
-                        std::array<bool, 3> wanted, const Tensor& previous_saved,
-                        std::string_view previous, bool previous_bias_grad) {
-    return fn({grad_output, input, weight, saved, parse_activation(name, activation), wanted},
-              {previous_saved, parse_hidden_activation(name, previous, "previous_activation"),
+                        const OptionalTensor& saved, int64_t activation, std::array<bool, 3> wanted,
+                        const Tensor& previous_saved, int64_t previous, bool previous_bias_grad) {
+    return fn({grad_output, input, weight, saved, activation_of(name, activation), wanted},
+              {previous_saved, hidden_activation_of(name, previous, "previous_activation"),
                previous_bias_grad});
   }
 };
@@ -282,15 +291,15 @@ struct LinearBackwardAcross
 struct LinearGluAux
     : Operator<
           "_linear_glu_aux(Tensor input, Tensor gate, Tensor? up, Tensor? gate_bias, "
-          "Tensor? up_bias, str activation, bool keeps) -> "
+          "Tensor? up_bias, int activation, bool keeps) -> "
           "(Tensor output, Tensor gate_preactivation, Tensor up_preactivation)",
           Triple(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                 const OptionalTensor&, std::string_view, bool)> {
+                 const OptionalTensor&, int64_t, bool)> {
   FUSED_STEP(linear_glu_aux);
 };
 
-struct Glu : Operator<"_glu(Tensor gate, Tensor? up, str activation) -> Tensor",
-                      Tensor(const Tensor&, const OptionalTensor&, std::string_view)> {
+struct Glu : Operator<"_glu(Tensor gate, Tensor? up, int activation) -> Tensor",
+                      Tensor(const Tensor&, const OptionalTensor&, int64_t)> {
   FUSED_STEP(glu);
 };
 
@@ -298,18 +307,18 @@ struct Glu : Operator<"_glu(Tensor gate, Tensor? up, str activation) -> Tensor",
 // grad_output is of that layer's output.
 struct GluBackward
     : Operator<
-          "_glu_backward(Tensor grad_output, Tensor gate, Tensor? up, str activation, "
+          "_glu_backward(Tensor grad_output, Tensor gate, Tensor? up, int activation, "
           "bool[5] output_mask, Tensor? down=None) -> (Tensor grad_gate, Tensor grad_up, "
           "Tensor grad_gate_bias, Tensor grad_up_bias, Tensor output)",
-          Quintuple(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
+          Quintuple(const Tensor&, const Tensor&, const OptionalTensor&, int64_t,
                     std::array<bool, 5>, const OptionalTensor&)> {
   FUSED_STEP(glu_backward);
 
   template <auto fn>
   static Quintuple flat(const Tensor& grad_output, const Tensor& gate, const OptionalTensor& up,
-                        std::string_view activation, std::array<bool, 5> wanted,
+                        int64_t activation, std::array<bool, 5> wanted,
                         const OptionalTensor& down) {
-    return fn({grad_output, gate, up, parse_hidden_activation(name, activation), wanted, down});
+    return fn({grad_output, gate, up, hidden_activation_of(name, activation), wanted, down});
   }
 };
 
@@ -324,9 +333,8 @@ using Steps = decltype(std::tuple_cat(LinearSteps(), GatedSteps()));
 // The results of each layer of a small network, and the pre-activations of the hidden ones where
 // act' is read from them, where one launch on a GPU makes all; else nothing.
 using MlpInOne = Operator<
-    "_mlp_in_one(Tensor input, Tensor[] weights, Tensor?[] biases, str activation) -> Tensor[]",
-    std::vector<Tensor>(const Tensor&, at::TensorList, const c10::List<OptionalTensor>&,
-                        std::string_view)>;
+    "_mlp_in_one(Tensor input, Tensor[] weights, Tensor?[] biases, int activation) -> Tensor[]",
+    std::vector<Tensor>(const Tensor&, at::TensorList, const c10::List<OptionalTensor>&, int64_t)>;
 
 // The weight's gradient in a compiled backward; zeros where it has been added to what is there, as
 // found when the graph runs. Not to what the graph reads, whose storages' addresses are given.
@@ -338,9 +346,9 @@ using AccumulatedWeightGradient = Operator<
 // A layer of each member of an ensemble, as vmap makes it (reference::LinearFormula); saved where
 // act' is read from it, or [0]. Its backward is LinearBackward's.
 using EnsembleLinear = Operator<
-    "_ensemble_linear(Tensor input, Tensor weight, Tensor? bias, str activation) -> "
+    "_ensemble_linear(Tensor input, Tensor weight, Tensor? bias, int activation) -> "
     "(Tensor output, Tensor saved)",
-    Pair(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view)>;
+    Pair(const Tensor&, const Tensor&, const OptionalTensor&, int64_t)>;
 
 // ---- what Python does --------------------------------------------------------------------------
 

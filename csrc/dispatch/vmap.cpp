@@ -29,7 +29,7 @@ struct Vmapped : reference::LinearFormula {
     const auto outputs = std::get<0>(EnsembleLinear::call(
         inputs.reshape({members, -1, inputs.size(-1)}), stacked(weight, members),
         has_value(bias) ? OptionalTensor(stacked(*bias, members)) : std::nullopt,
-        name(activation)));
+        number(activation)));
     auto sizes = inputs.sizes().vec();
     sizes.back() = outputs.size(2);
     return functorch::makeBatched(outputs.view(sizes), 0, weights->level());

@@ -2,13 +2,6 @@
 
 namespace fused::float8 {
 
-Activation activation_of(const char* op, int64_t number) {
-  const auto count = static_cast<int64_t>(std::size(activations));
-  TORCH_CHECK_VALUE(number >= 0 && number < count, op, ": activation must be a number below ",
-                    count, ", got ", number);
-  return activations[number];
-}
-
 void check_matrix(const char* op, const char* what, const Tensor& tensor) {
   TORCH_CHECK_NOT_IMPLEMENTED(is_castable(tensor.scalar_type()), op, ": ", what,
                               " must have dtype BFloat16, Half or Float, got ",

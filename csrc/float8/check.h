@@ -14,9 +14,6 @@ inline bool is_float8(at::ScalarType dtype) {
   return dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2;
 }
 
-// The activation with this number in `activations`.
-Activation activation_of(const char* op, int64_t number);
-
 // A matrix that is to be cast.
 void check_matrix(const char* op, const char* what, const Tensor& tensor);
 void check_like(const char* op, const char* what, const Tensor& tensor, const Tensor& like);

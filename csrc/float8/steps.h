@@ -35,8 +35,7 @@ inline GradientCast cast_gradient(const Tensor& grad, bool sums, bool columns) {
 }
 
 inline HiddenCast activation(const Tensor& z, Activation activation, bool columns) {
-  auto [rows, transposed, inverse, scale] =
-      ActivationStep::call(z, static_cast<int64_t>(activation), columns);
+  auto [rows, transposed, inverse, scale] = ActivationStep::call(z, number(activation), columns);
   return {{std::move(rows), std::move(transposed), std::move(inverse)}, std::move(scale)};
 }
 
@@ -45,15 +44,14 @@ inline std::pair<GradientCast, Tensor> activation_backward(const Tensor& grad, c
                                                            Activation activation, bool sums,
                                                            const OptionalTensor& scale = {}) {
   auto [rows, columns, inverse, sum, hidden] =
-      ActivationBackwardStep::call(grad, z, static_cast<int64_t>(activation), sums, scale);
+      ActivationBackwardStep::call(grad, z, number(activation), sums, scale);
   return {{{std::move(rows), std::move(columns), std::move(inverse)}, std::move(sum)},
           std::move(hidden)};
 }
 
 inline HiddenCast gating(const Tensor& gate, const Tensor& up, Activation activation,
                          bool columns) {
-  auto [rows, transposed, inverse, scale] =
-      GatingStep::call(gate, up, static_cast<int64_t>(activation), columns);
+  auto [rows, transposed, inverse, scale] = GatingStep::call(gate, up, number(activation), columns);
   return {{std::move(rows), std::move(transposed), std::move(inverse)}, std::move(scale)};
 }
 
@@ -66,8 +64,8 @@ inline GatingGradients gating_backward(const Tensor& grad, const Tensor& gate, c
                                        Activation activation, bool together, bool sums,
                                        const OptionalTensor& scale) {
   auto [gate_rows, gate_columns, gate_inverse, gate_sum, up_rows, up_columns, up_inverse, up_sum,
-        hidden] = GatingBackwardStep::call(grad, gate, up, static_cast<int64_t>(activation),
-                                           together, sums, scale);
+        hidden] =
+      GatingBackwardStep::call(grad, gate, up, number(activation), together, sums, scale);
   return {{{gate_rows, gate_columns, gate_inverse}, gate_sum},
           {{up_rows, up_columns, up_inverse}, up_sum},
           hidden};

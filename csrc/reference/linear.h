@@ -268,7 +268,6 @@ inline void check_sizes_and_dtypes(const char* op, const Tensor& input, const Te
 
 inline Tensor in_torchs_words(const char* op, const Tensor& input, const Tensor& weight,
                               const OptionalTensor& bias, Activation activation) {
-  check_devices(op, input, weight, bias);
   check_sizes_and_dtypes(op, input, weight, bias);
   refuse_formula(op, input);
   return in_context([&] { return LinearFormula::forward(input, weight, bias, activation); },
@@ -280,6 +279,7 @@ inline Tensor in_torchs_words(const char* op, const Tensor& input, const Tensor&
 inline Tensor as_torch_does(const char* op, const char* objection, const Tensor& input,
                             const Tensor& weight, const OptionalTensor& bias,
                             Activation activation) {
+  check_devices(op, input, weight, bias);
   const explain::Row row(op, input, weight);
   explain::append(objection);
   explain::append(explain::not_fused);
@@ -289,6 +289,10 @@ inline Tensor as_torch_does(const char* op, const char* objection, const Tensor&
 
 inline Tensor mlp_as_torch_does(const char* objection, const Tensor& input, at::TensorList weights,
                                 const c10::List<OptionalTensor>& biases, Activation activation) {
+  const auto name_of = [](size_t layer) { return "mlp, layer " + std::to_string(layer); };
+  for (size_t i = 0; i < weights.size(); ++i) {
+    check_devices(name_of(i).c_str(), input, weights[i], biases.get(i));
+  }
   const explain::Row row("mlp", input, weights[0]);
   explain::append(objection);
   explain::append(explain::not_fused);
@@ -296,8 +300,7 @@ inline Tensor mlp_as_torch_does(const char* objection, const Tensor& input, at::
   auto hidden = input;
   for (size_t i = 0; i < weights.size(); ++i) {
     const bool last = i + 1 == weights.size();
-    const auto layer = "mlp, layer " + std::to_string(i);
-    hidden = in_torchs_words(layer.c_str(), hidden, weights[i], biases.get(i),
+    hidden = in_torchs_words(name_of(i).c_str(), hidden, weights[i], biases.get(i),
                              last ? Activation::none : activation);
   }
   return hidden;

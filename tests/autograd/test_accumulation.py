@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import torch_fused_linear as tfl
+from torch_fused_linear.activations import NUMBERS
 from torch_fused_linear.graph import accumulated_weights
 
 WIDTHS = (6, 16, 8, 5)
@@ -526,7 +527,7 @@ class Doubled(torch.autograd.Function):
     def backward(ctx, grad):
         def gradient(x, w, grad):
             step = torch.ops.fused._linear_backward
-            return step(grad, x, w, None, "none", [False, True, False])[1]
+            return step(grad, x, w, None, NUMBERS["none"], [False, True, False])[1]
 
         return None, 2 * with_our_pass(gradient)(*ctx.saved_tensors, grad)
 

@@ -8,6 +8,7 @@ from watching import explained
 
 import torch_fused_linear as tfl
 from torch_fused_linear import FusedLinear, FusedMLP
+from torch_fused_linear.activations import NUMBERS
 
 MEMBERS, TOKENS, IN, OUT = 3, 5, 4, 6
 LAYERS = {
@@ -153,4 +154,4 @@ def test_modules_stacked_by_torch_func(make):
 def test_operands_that_do_not_fit(x, w, b):
     op = torch.ops.fused._ensemble_linear
     with pytest.raises(RuntimeError, match=r"_ensemble_linear: expected input \[members"):
-        op(torch.zeros(x), torch.zeros(w), torch.zeros(b) if b else None, "relu")
+        op(torch.zeros(x), torch.zeros(w), torch.zeros(b) if b else None, NUMBERS["relu"])

@@ -18,6 +18,7 @@ import torch  # noqa: E402
 import torch_fused_linear as tfl  # noqa: E402
 from certify import fuzz, fuzz_cases  # noqa: E402
 from torch_fused_linear import plans  # noqa: E402
+from torch_fused_linear.activations import NUMBERS  # noqa: E402
 
 MANY, FEW = 4096, 512  # tokens: rules take our own products from these, and never below those
 PRODUCTS = ((MANY, 64), (4103, 136), (4161, 72))
@@ -55,7 +56,7 @@ def alone() -> Iterator[None]:
     for *size, dtype in itertools.product(SIZES, SIZES, (torch.float32, torch.bfloat16)):
         g, y = (t.detach() for t in operands(size, size, dtype=dtype))
         for activation in ("relu", "gelu_tanh", "gelu_erf"):
-            yield torch.ops.fused._activation_backward(g, y, activation, True)
+            yield torch.ops.fused._activation_backward(g, y, NUMBERS[activation], True)
         yield torch.ops.fused._relu_mask(y)
 
 

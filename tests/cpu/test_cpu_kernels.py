@@ -26,6 +26,7 @@ from steps import encode_mask
 from watching import explained, operators_of
 
 import torch_fused_linear as tfl
+from torch_fused_linear.activations import NUMBERS
 
 ONE_PASS_DTYPES = [torch.float64, torch.float32]
 PRODUCT, ONE_PASS = "oneDNN product in parts", "activation gradient and bias sum in one pass"
@@ -205,7 +206,7 @@ def gradient_case(shape, dtype, kind):
 
 
 def backward(grad, saved, activation, bias_grad=True):
-    return torch.ops.fused._activation_backward(grad, saved, activation, bias_grad)
+    return torch.ops.fused._activation_backward(grad, saved, NUMBERS[activation], bias_grad)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -284,7 +285,7 @@ def test_gradient_from_bits(dtype):
         assert torch.equal(dz.view(integers), want.view(integers)), (lead, width)
         assert [call.path for call in report.calls] == [f"{FROM_BITS} + ATen sum", FROM_BITS]
     case = LINEAR.case((2, 20), 40, 264, dtype)
-    args = (case.g, case.x, case.w, encode_mask(case.g > 0), "relu", [True] * 3)
+    args = (case.g, case.x, case.w, encode_mask(case.g > 0), NUMBERS["relu"], [True] * 3)
     (path,) = paths(lambda: torch.ops.fused._linear_backward(*args))
     assert FROM_BITS in path
 

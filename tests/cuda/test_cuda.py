@@ -15,6 +15,7 @@ from steps import encode_mask
 
 import torch_fused_linear as tfl
 from torch_fused_linear import plans
+from torch_fused_linear.activations import NUMBERS
 
 pytestmark = pytest.mark.cuda
 HALF_SECOND = 1_000_000_000  # cycles, at the 1 to 2 GHz of a GPU
@@ -202,7 +203,7 @@ def test_buffers_are_not_overrun(op, o):
     """Blocks full of a pattern lie between the places where results will go. With 256 rows all
     sizes are whole allocator blocks, so that one byte too many hits a neighbour."""
     case = bf16_case(256, 64, o)
-    aux, options = torch.ops.fused._linear_aux, {"activation": op.activation}
+    aux, options = torch.ops.fused._linear_aux, {"activation": NUMBERS[op.activation]}
     width = (o + 127) // 128 * 16 if op is RELU else 2 * ((o + 7) // 8 * 8)
     for policy in ("auto", "cublaslt"):
         with tfl.set_policy(policy):
@@ -278,7 +279,7 @@ def test_gradient_of_activation_and_bias_is_one_kernel_where_blocks_can_join(col
 
     def call():
         with plans.budget(0):  # by rule: the own kernel, where timing might prefer ATen's three
-            return torch.ops.fused._activation_backward(grad, output, "relu", True)
+            return torch.ops.fused._activation_backward(grad, output, NUMBERS["relu"], True)
 
     dz, grad_bias = call()
     want = grad.masked_fill(output <= 0, 0)

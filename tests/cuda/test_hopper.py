@@ -11,6 +11,7 @@ from steps import encode_mask
 
 import torch_fused_linear as tfl
 from torch_fused_linear import plans
+from torch_fused_linear.activations import NUMBERS
 
 pytestmark = pytest.mark.cuda
 
@@ -222,7 +223,7 @@ def test_gated_layers_are_as_exact_as_eager(bias, form, activation, dtype, tmp_p
             both_biases = [b.clone() for b in biases.chunk(2)] if bias else (None, None)
 
         for order, keeps in ((0, True), (1, True), (0, False)):
-            args = (x, *both, *both_biases, activation, keeps)
+            args = (x, *both, *both_biases, NUMBERS[activation], keeps)
             got, paths = forced(partial(forward, *args), tmp_path, order)
             assert paths == [KERNEL]
             kept = [t for t in got if t.numel()]

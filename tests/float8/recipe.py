@@ -7,9 +7,6 @@ import torch.nn.functional as F
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-NUMBERS = {
-    name: k for k, name in enumerate(["none", "relu", "gelu_tanh", "gelu_erf", "silu", "relu2"])
-}
 ACTS = {
     "none": lambda z: z,
     "relu": F.relu,

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from helpers import captured
 
 import torch_fused_linear as tfl
+from torch_fused_linear.activations import NUMBERS
 
 pytestmark = pytest.mark.cuda
 ops = torch.ops.fused
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-NUMBERS = {"none": 0, "relu": 1, "gelu_tanh": 2, "gelu_erf": 3, "silu": 4, "relu2": 5}
 ACTIVATIONS = {
     "relu": torch.relu,
     "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from watching import Calls, Storages, kept_bytes, saved_bytes
 
 import torch_fused_linear as tfl
+from torch_fused_linear.activations import NUMBERS
 
 TOKENS, INPUTS, HIDDEN, OUTPUTS = 64, 128, 256, 128  # multiples of 128: no padding is measured
 WIDTHS = (HIDDEN, 128, 384)  # of chains
@@ -244,14 +245,17 @@ def test_flops_are_eagers(op, device):
         assert eager <= ours <= eager + again and eager > 0, f"{op!r} {wanted}"
 
 
+NONE, RELU, SILU = (NUMBERS[name] for name in ("none", "relu", "silu"))
+
+
 def test_flops_of_steps_under_the_operators():
     x, w, b = ops.LINEAR.case((10,), 8, 16).inputs
     y, mask, fused = x @ w.t(), [False, False, False], torch.ops.fused
     for products, operator, *args in (
-        (1, fused._linear_aux, x, w, b, "relu"),
-        (1, fused._linear_backward_across, y, x, w, None, "none", mask, x, "relu", True),
-        (0, fused._glu_backward, x, x, x, "silu", [True] * 5),
-        (1, fused._glu_backward, y, x, x, "silu", [True] * 5, w),  # with the layer after
+        (1, fused._linear_aux, x, w, b, RELU),
+        (1, fused._linear_backward_across, y, x, w, None, NONE, mask, x, RELU, True),
+        (0, fused._glu_backward, x, x, x, SILU, [True] * 5),
+        (1, fused._glu_backward, y, x, x, SILU, [True] * 5, w),  # with the layer after
     ):
         with FlopCounterMode(display=False) as counter:
             operator(*args)

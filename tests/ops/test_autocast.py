@@ -12,6 +12,8 @@ from steps import STEPS
 from torch.utils._pytree import tree_leaves
 from watching import Calls
 
+from torch_fused_linear.activations import NUMBERS
+
 LOW = [torch.bfloat16, torch.float16]
 low_param = pytest.mark.parametrize("low", LOW, ids=["bf16", "fp16"])
 
@@ -134,7 +136,7 @@ def test_a_step_that_is_differentiated_keeps_its_dtypes():
     g, x, w, z = (torch.randn(8, 8).requires_grad_() for _ in range(4))
 
     def step():
-        return torch.ops.fused._linear_backward(g, x, w, z, "gelu_erf", [True] * 3)
+        return torch.ops.fused._linear_backward(g, x, w, z, NUMBERS["gelu_erf"], [True] * 3)
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = step()

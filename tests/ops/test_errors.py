@@ -16,6 +16,7 @@ from places import MODES
 from watching import operators_of
 
 import torch_fused_linear as tfl
+from torch_fused_linear.activations import NUMBERS
 
 FLOAT, DOUBLE, COMPLEX, BOOL = torch.float32, torch.float64, torch.complex64, torch.bool
 fused = torch.ops.fused
@@ -214,7 +215,8 @@ X, W, V, D = torch.randn(3, 4), torch.randn(6, 4), torch.randn(6, 4), torch.rand
 G, Y, IMAGES = torch.randn(3, 6), torch.ones(3, 6), torch.randn(2, 4, 7, 6)
 CHOICES = "must be 'relu', 'gelu_tanh', 'gelu_erf', 'silu' or 'relu2'"
 LOWER = "memory must be 'default' or 'low', got 'less'"
-PREVIOUS = (X, X, W[:4], None, "none", [True, True, False], X)
+NONE, RELU, GELU, SILU = (NUMBERS[name] for name in ("none", "relu", "gelu_tanh", "silu"))
+PREVIOUS = (X, X, W[:4], None, NONE, [True, True, False], X)
 OPTIONS = {  # the operator or step, its arguments, the error and its words
     "approximate": ("linear_gelu", (X, W), {"approximate": "erf"}, ValueError,
                     "approximate must be .*'tanh'.*'none'.*got 'erf'"),
@@ -228,25 +230,20 @@ OPTIONS = {  # the operator or step, its arguments, the error and its words
     **{f"activation {text!r} of linear_glu": ("linear_glu", (X, W, V), {"activation": text},
                                               ValueError, f"activation {CHOICES}, got '{text}'")
        for text in ("none", "tanh")},
-    "activation of the layer before": ("_linear_backward_across", (*PREVIOUS, "gelu", False), {},
-                                       ValueError, f"previous_activation {CHOICES}, got 'gelu'"),
     **{f"{name}: {words}": (name, args, {}, ops.ERRORS, f"got.*{words}") for name, args, words in (
-        ("_activation_backward", (G, Y, "swish", True), "swish"),
-        ("_activation_backward", (G, Y[:2], "relu", True), "2, 6"),
-        ("_activation_backward", (G, Y.double(), "relu", True), "Double"),
-        ("_activation_backward", (G, Y.byte(), "gelu_tanh", True), "Byte"),
-        ("_linear_backward", (G, X, W, Y, "swish", [True] * 3), "swish"),
-        ("_linear_backward", (G, X, W, None, "relu", [True] * 3), "None"),
-        ("_linear_backward", (G, X, W[:, :3], Y, "relu", [True] * 3), "6, 3"),
-        ("_linear_backward", (G[None], X[None], W[None], None, "silu", [True] * 3), "None"),
-        ("_linear_backward", (G[:2], X, W, Y, "relu", [True] * 3), "2, 6"),
-        ("_linear_aux", (X, W.t(), None, "relu"), "4, 6"),
-        ("_linear_aux", (X, W, None, "none"), "'none'"),
+        ("_activation_backward", (G, Y[:2], RELU, True), "2, 6"),
+        ("_activation_backward", (G, Y.double(), RELU, True), "Double"),
+        ("_activation_backward", (G, Y.byte(), GELU, True), "Byte"),
+        ("_linear_backward", (G, X, W, None, RELU, [True] * 3), "None"),
+        ("_linear_backward", (G, X, W[:, :3], Y, RELU, [True] * 3), "6, 3"),
+        ("_linear_backward", (G[None], X[None], W[None], None, SILU, [True] * 3), "None"),
+        ("_linear_backward", (G[:2], X, W, Y, RELU, [True] * 3), "2, 6"),
+        ("_linear_aux", (X, W.t(), None, RELU), "4, 6"),
         ("_relu_mask", (Y.byte(),), "Byte"),
         ("_relu_mask", (Y[0, 0],), "0-dim"),
-        ("_glu_backward", (D, X, X, "silu", [True] * 5, W[:, :3]), "6, 3"),
-        ("_glu_backward", (D, X, X, "silu", [True] * 5, W[:5]), "3, 6"),
-        ("_glu_backward", (D, X, X, "silu", [True] * 5, W.double()), "Double"),
+        ("_glu_backward", (D, X, X, SILU, [True] * 5, W[:, :3]), "6, 3"),
+        ("_glu_backward", (D, X, X, SILU, [True] * 5, W[:5]), "3, 6"),
+        ("_glu_backward", (D, X, X, SILU, [True] * 5, W.double()), "Double"),
         ("_channels_relu_backward", (IMAGES, IMAGES[:1], True), "1, 4, 7, 6"),
         ("_channels_relu_backward", (IMAGES[0], IMAGES[0], True), "4, 7, 6"),
         ("_channels_relu_backward", (IMAGES, IMAGES.double(), True), "Double"),

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from watching import explained, operators_of
 
 import torch_fused_linear as tfl
+from torch_fused_linear.activations import NUMBERS
 
 BACKWARD, ACROSS = "_linear_backward", "_linear_backward_across"
 
@@ -74,10 +75,10 @@ def test_inference_and_single_operators(device):
         tfl.linear_gelu(x, w, b)
         tfl.linear_gelu(x, w, b, approximate="none")
         tfl.mlp(x, stack.weights[:2], stack.biases[:2])
-        torch.ops.fused._linear_aux(x, w, b, "relu")
+        torch.ops.fused._linear_aux(x, w, b, NUMBERS["relu"])
         torch.ops.fused._linear_relu_bits(x, w, b)
         torch.ops.fused._relu_mask(x)
-        torch.ops.fused._activation_backward(x, x, "gelu_tanh", True)
+        torch.ops.fused._activation_backward(x, x, NUMBERS["gelu_tanh"], True)
         image, kernel = (torch.ones(sizes, device=device) for sizes in ((2, 4, 7, 6), (8, 4, 3, 3)))
         y = tfl.conv2d_relu(image, kernel)
         torch.ops.fused._channels_relu_backward(y, y, True)
@@ -199,7 +200,7 @@ def test_a_traced_backward_leaves_no_reason_for_the_next_row():
         with torch.no_grad():
             Stack()()
         x = torch.ones(1, 1)
-        torch.ops.fused._linear_backward(x, x, x, None, "none", [True, True, True])
+        torch.ops.fused._linear_backward(x, x, x, None, NUMBERS["none"], [True] * 3)
     assert len(report.calls) == 5 and "apart" not in str(report), report
 
 

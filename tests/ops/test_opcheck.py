@@ -11,6 +11,8 @@ from steps import ALL, PUBLIC, STEPS, arguments_of, samples
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from torch_fused_linear.activations import NUMBERS
+
 fused = torch.ops.fused
 name_param = pytest.mark.parametrize("name", ALL)
 QUICK = ["test_schema", "test_faketensor", "test_autograd_registration"]
@@ -84,14 +86,14 @@ def test_odd_widths_and_empty_sizes_are_foretold(device):
         for name in ("linear", "linear_relu", "linear_gelu", "linear_silu", "_linear_relu_bits"):
             assert_foretold(op_of(name), case.inputs, {})
         for activation in ("relu", "gelu_tanh"):
-            assert_foretold(fused._linear_aux, (*case.inputs, activation), {})
+            assert_foretold(fused._linear_aux, (*case.inputs, NUMBERS[activation]), {})
         assert_foretold(fused._relu_mask, (case.g,), {})
         for weight in (case.w, case.w.t().contiguous().t()):
             args = case.g, case.x, weight, torch.double
             assert_foretold(fused._accumulated_weight_gradient, args, {})
         z = F.linear(*case.inputs)
         for wanted in itertools.product([False, True], repeat=3):
-            args = (case.g, case.x, case.w, z.relu(), "relu", list(wanted))
+            args = (case.g, case.x, case.w, z.relu(), NUMBERS["relu"], list(wanted))
             assert_foretold(fused._linear_backward, args, {})
 
 

@@ -8,6 +8,7 @@ import torch
 from numerics import assert_same, run, with_inference
 
 import torch_fused_linear as tfl
+from torch_fused_linear.activations import NUMBERS
 
 NAN, INF = math.nan, math.inf
 
@@ -183,8 +184,9 @@ def test_the_last_row_is_as_in_torch(rows_, features):
     both[-1, ::7] = INF
     gate, up = both.chunk(2, -1)
     fused = torch.ops.fused
-    forward = fused._glu(both, None, "gelu_erf")
-    backward = fused._glu_backward(up, both, None, "gelu_erf", [True, False, False, False, True])
+    forward = fused._glu(both, None, NUMBERS["gelu_erf"])
+    wanted = [True, False, False, False, True]
+    backward = fused._glu_backward(up, both, None, NUMBERS["gelu_erf"], wanted)
     want = ops.GELU_ERF.act(gate) * up
     grad_gate = torch.ops.aten.gelu_backward(up * up, gate)
     assert_same_bits([forward, backward[4], backward[0][:, :features]], [want, want, grad_gate])

@@ -19,6 +19,7 @@ from steps import decode_mask, encode_mask, padded, saved_for
 from watching import operators_of
 
 import torch_fused_linear as tfl
+from torch_fused_linear.activations import NUMBERS
 
 fused = torch.ops.fused
 WIDTHS = [1, 2, 3, 7, 8, 64, 127, 128, 129, 257, 479, 785]
@@ -43,7 +44,7 @@ def test_saved_tensors_of_a_forward(activation, dtype, device):
     sizes = [*itertools.product(LEADS, [6], [0, *WIDTHS]), ((0,), 6, 5), ((3,), 0, 5), ((0,), 0, 0)]
     for (lead, i, o), bias in itertools.product(sizes, [True, False]):
         case = ops.LINEAR.exact_case(lead, i, o, dtype, device, bias)
-        y, kept = fused._linear_aux(*case.inputs[:2], case.b, activation)
+        y, kept = fused._linear_aux(*case.inputs[:2], case.b, NUMBERS[activation])
         z = ops.LINEAR.eager(*(t.double() for t in case.inputs))
         assert y.dtype == dtype and y.shape == z.shape
         if activation == "relu":
@@ -65,7 +66,7 @@ def test_a_gated_layers_forward(keeps, bias, device):
     one = (case.w, None, case.b, None)
     two = (*case.w.chunk(2), *(case.b.chunk(2) if bias else (None, None)))
     for given, kept in ((one, [want]), (two, [gate, up])):
-        output, *got = fused._linear_glu_aux(case.x, *given, "silu", keeps)
+        output, *got = fused._linear_glu_aux(case.x, *given, NUMBERS["silu"], keeps)
         got = [z for z in got if z.numel()]
         assert_same([output, *got], [F.silu(gate) * up, *(kept if keeps else [])])
 
@@ -208,7 +209,7 @@ def test_activation_backward(activation, dtype, device):
         want = true_dz(activation, z, case.g)
         # 'none' reads nothing from saved: any tensor will do
         for saved in saved_for(activation, z).values() or [z]:
-            dz, db = fused._activation_backward(case.g, saved, activation, True)
+            dz, db = fused._activation_backward(case.g, saved, NUMBERS[activation], True)
             assert dz.dtype == db.dtype == dtype and dz.shape == z.shape and db.shape == (o,)
             torch.testing.assert_close(dz.double(), want, **level(dtype))
             # the bias gradient sums dz in fp32 or better, not in the dtype
@@ -216,7 +217,7 @@ def test_activation_backward(activation, dtype, device):
             total, spread = table.sum(0), float(table.abs().sum(0).max())
             near = 2 * eps * (1 + float(total.abs().max()) + spread / len(table) ** 0.5)
             torch.testing.assert_close(db.double(), total, rtol=2 * eps, atol=near)
-            again, none = fused._activation_backward(case.g, saved, activation, False)
+            again, none = fused._activation_backward(case.g, saved, NUMBERS[activation], False)
             torch.testing.assert_close(again.double(), want, **level(dtype))
             assert none.numel() == 0 and none.dtype == dtype
 
@@ -227,8 +228,8 @@ def test_activation_backward_takes_any_layout(activation, device):
         case = ops.LINEAR.case(lead, 3, 24, dtype, device)
         z = ops.LINEAR.eager(*case.inputs)
 
-        def step(g, saved, activation=activation):
-            return fused._activation_backward(g, saved, activation, True)
+        def step(g, saved):
+            return fused._activation_backward(g, saved, NUMBERS[activation], True)
 
         kept = list(saved_for(activation, z).values()) or [z]
         for (name, layout), saved in itertools.product(ND_LAYOUTS.items(), kept):
@@ -252,7 +253,7 @@ def test_linear_backward_gives_what_was_asked(op, dtype, device):
         case = (op.case if op in ops.SMOOTH else op.exact_case)(lead, 6, o, dtype, device)
         everything = run(op.eager, case)[1:]
         for saved in saved_for(op.activation, ops.LINEAR.eager(*case.inputs)).values() or [None]:
-            args = (case.g, case.x, case.w, saved, op.activation)
+            args = (case.g, case.x, case.w, saved, NUMBERS[op.activation])
             for wanted in MASKS:
                 got = fused._linear_backward(*args, wanted)
                 for mine, want, asked in zip(got, everything, wanted):
@@ -284,13 +285,16 @@ class Across:
     def across(self, wanted=(True, True, True), previous_bias=True, saved=None):
         """[dz of the layer before, weight, bias, bias of the layer before]"""
         saved = self.saved if saved is None else saved
-        args = (self.g, self.x, self.w, None, "none", list(wanted))
-        return fused._linear_backward_across(*args, saved, self.activation, previous_bias)
+        args = (self.g, self.x, self.w, None, NUMBERS["none"], list(wanted))
+        previous = saved, NUMBERS[self.activation], previous_bias
+        return fused._linear_backward_across(*args, *previous)
 
     def plain(self):
         """The same, step by step in the same dtype."""
-        dx, dw, db = fused._linear_backward(self.g, self.x, self.w, None, "none", [True] * 3)
-        dz, previous = fused._activation_backward(dx, self.saved, self.activation, True)
+        layer = self.g, self.x, self.w, None, NUMBERS["none"]
+        dx, dw, db = fused._linear_backward(*layer, [True] * 3)
+        number = NUMBERS[self.activation]
+        dz, previous = fused._activation_backward(dx, self.saved, number, True)
         return [dz, dw, db, previous]
 
     def truth(self):
@@ -387,8 +391,8 @@ def test_saved_by_any_forward(policy, dtype, device):
         v, b = torch.randn(width, 5, dtype=dtype, device=device), case.z[0]
         h = torch.randn(33, 5, dtype=dtype, device=device)
         with tfl.set_policy(forward):
-            y, mask = fused._linear_aux(h, v, b, "relu")
-            _, z = fused._linear_aux(h, v, b, "gelu_tanh")
+            y, mask = fused._linear_aux(h, v, b, NUMBERS["relu"])
+            _, z = fused._linear_aux(h, v, b, NUMBERS["gelu_tanh"])
         clear = z.double().abs() > 1e-2  # the sign of 0 is a matter of rounding
         with tfl.set_policy(policy):
             by_mask, by_output = case.across(saved=mask), case.across(saved=y)
@@ -450,14 +454,15 @@ def test_gated_backward_through_the_layer_after(activation, dtype, device):
     grad, down, gate, up = first.g, first.w, first.x, second.x
     wide = (t.double() for t in (gate, up))
     dh = grad.double() @ down.double()
-    exact = fused._glu_backward(dh, *wide, activation, [True, True, False, False, True])
+    number = NUMBERS[activation]
+    exact = fused._glu_backward(dh, *wide, number, [True, True, False, False, True])
     near = 1e-12 if dtype == torch.float64 else 2e-2
     for keeps in (True, False):
         wanted = [True, True, False, False, keeps]
-        of_two = fused._glu_backward(grad, gate, up, activation, wanted, down)
+        of_two = fused._glu_backward(grad, gate, up, number, wanted, down)
         wanted[1] = False
         both = torch.cat([gate, up], -1)
-        of_one = fused._glu_backward(grad, both, None, activation, wanted, down)
+        of_one = fused._glu_backward(grad, both, None, number, wanted, down)
         for gate_grad, up_grad, *sums, h in (of_two, (*of_one[0].chunk(2, -1), *of_one[2:])):
             assert not sum(s.numel() for s in sums) and bool(h.numel()) == keeps
             found = [gate_grad, up_grad, *([h] if keeps else [])]

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from torch_fused_linear.activations import NUMBERS
+
 fused = torch.ops.fused
 
 
@@ -47,26 +49,26 @@ SHAPES = [((5,), 7, 9), ((2, 3), 8, 16), ((), 4, 129), ((1,), 1, 1)]  # leading,
 
 def _aux(x, w, b, g) -> Iterator[Args]:
     for activation, bias in itertools.product(ACTS, (b, None)):
-        yield (x, w, bias, activation), {}
+        yield (x, w, bias, NUMBERS[activation]), {}
 
 
 def _glu_aux(x, w, b, g) -> Iterator[Args]:
-    yield (x, w, w * 0.5, b, None, "silu", True), {}
-    yield (x, torch.cat([w, w * 0.5]), None, None, None, "gelu_erf", True), {}
-    yield (x, w, w * 0.5, None, b, "gelu_tanh", False), {}
+    yield (x, w, w * 0.5, b, None, NUMBERS["silu"], True), {}
+    yield (x, torch.cat([w, w * 0.5]), None, None, None, NUMBERS["gelu_erf"], True), {}
+    yield (x, w, w * 0.5, None, b, NUMBERS["gelu_tanh"], False), {}
 
 
 def _activation_backward(x, w, b, g) -> Iterator[Args]:
     for activation in ("none", *ACTS):
         for saved in saved_for(activation, g.cos()).values() or [g.cos()]:
-            yield (g, saved, activation, g.shape[-1] != 16), {}
+            yield (g, saved, NUMBERS[activation], g.shape[-1] != 16), {}
 
 
 def _backward(x, w, b, g) -> Iterator[Args]:
     for activation in ("none", *ACTS):
         for saved in saved_for(activation, g.cos()).values() or [None]:
-            yield (g, x, w, saved, activation, [True, True, g.shape[-1] != 16]), {}
-    yield (g, x, w, F.relu(g), "relu", [False, True, False]), {}
+            yield (g, x, w, saved, NUMBERS[activation], [True, True, g.shape[-1] != 16]), {}
+    yield (g, x, w, F.relu(g), NUMBERS["relu"], [False, True, False]), {}
 
 
 def _weight_gradient(x, w, b, g) -> Iterator[Args]:
@@ -78,8 +80,8 @@ def _ensemble(x, w, b, g) -> Iterator[Args]:
     rows = x.reshape(-1, x.shape[-1])
     stacked = [torch.stack([t, t.cos()]) for t in (rows, w, b)]
     for activation in ("none", *ACTS):
-        yield (*stacked, activation), {}
-    yield (*stacked[:2], None, "relu"), {}
+        yield (*stacked, NUMBERS[activation]), {}
+    yield (*stacked[:2], None, NUMBERS["relu"]), {}
 
 
 def _across(x, w, b, g) -> Iterator[Args]:
@@ -88,12 +90,13 @@ def _across(x, w, b, g) -> Iterator[Args]:
         for kept in saved_for(previous, x.sin()).values():
             for own, saved in (("none", None), ("gelu_tanh", g.cos()), ("relu", g.relu())):
                 wanted = [True, g.shape[-1] != 9, bias]
-                yield (g, x, w, saved, own, wanted, kept, previous, bias), {}
+                layer = g, x, w, saved, NUMBERS[own], wanted
+                yield (*layer, kept, NUMBERS[previous], bias), {}
 
 
-def _halves(g) -> Iterator[tuple[Tensor, Tensor | None, str]]:
-    yield g, g.cos(), "silu"
-    yield torch.cat([g, g.cos()], -1), None, "gelu_erf"
+def _halves(g) -> Iterator[tuple[Tensor, Tensor | None, int]]:
+    yield g, g.cos(), NUMBERS["silu"]
+    yield torch.cat([g, g.cos()], -1), None, NUMBERS["gelu_erf"]
 
 
 def _glu(x, w, b, g) -> Iterator[Args]:

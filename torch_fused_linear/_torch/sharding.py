@@ -18,7 +18,7 @@ import torch
 
 from .._support import torch_internals
 from .._support.when_imported import when_imported
-from ..activations import ACTIVATIONS, OPERATORS
+from ..activations import ACTIVATIONS, NUMBERS, OPERATORS
 from . import subclasses
 
 # ReLU's bits come in groups of this many features, which a shard must not cut.
@@ -110,7 +110,8 @@ def _ways(rule: Rule, given: Mapping[str, Any], tensors: Mapping[str, Any], devi
             cut_by_bits.add(of[-1])
         else:
             sizes.update(zip(of, tensor.shape))
-    if "mask" in rule.outputs or ("saved" in rule.outputs and given["activation"] == "relu"):
+    keeps_mask = "saved" in rule.outputs and given["activation"] == NUMBERS["relu"]
+    if keeps_mask or "mask" in rule.outputs:
         cut_by_bits.add(dimensions(next(reversed(rule.outputs.values()))[0])[-1])
 
     def placed(labels: str, sharded: str, otherwise: str) -> int | str:

@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 
 from .. import accumulation
 from .._support.torch_internals import OpOverload, runs_as_cuda_graphs
+from ..activations import NUMBERS
 from .criterion import is_static
 from .identity import GraphPass
 from .rewriting import arguments_of, replace, result_of
@@ -74,12 +75,12 @@ def _apart(backward: OpOverload) -> Callable:
     def formula(grad_output, input, weight, saved, activation, output_mask, **previous):
         wants_input, _, wants_bias = output_mask
         grad_bias = None
-        if activation != "none":
+        if activation != NUMBERS["none"]:
             grad_output, grad_bias = _fused._activation_backward(
                 grad_output, saved, activation, wants_bias
             )
         others = [wants_input, False, wants_bias and grad_bias is None]
-        layer = grad_output, input, weight, None, "none", others
+        layer = grad_output, input, weight, None, NUMBERS["none"], others
         grad_input, _, sums, *of_previous = backward(*layer, *previous.values())
         is_wide = weight.itemsize == 2 and accumulation.widened.get(weight.shape, False)
         dtype = torch.float32 if is_wide else weight.dtype

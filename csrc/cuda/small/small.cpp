@@ -81,8 +81,8 @@ Tensor preactivation_gradient(const steps::LinearBackward& layer) {
   if (layer.activation == Activation::none || given.numel() == 0) return given;
   auto dz = empty(given.sizes(), given);
   const auto grad = plain_rows(given), saved = plain_rows(*layer.saved);
-  one_pass(grad.matrix, saved.matrix, /*mask=*/false, layer.activation, gemm_type(dz.scalar_type()),
-           dz.data_ptr(), {});
+  one_pass(grad.matrix, saved.matrix, layer.saved->scalar_type() == at::kByte, layer.activation,
+           gemm_type(dz.scalar_type()), dz.data_ptr(), {});
   return dz;
 }
 
@@ -185,12 +185,16 @@ Triple ensemble_backward(const steps::LinearBackward& layer) {
 }
 
 TORCH_LIBRARY_IMPL(fused, CUDA, m) {
-  m.impl(dispatch::MlpInOne::name,
-         [](const Tensor& input, at::TensorList weights, const c10::List<OptionalTensor>& biases,
-            std::string_view text) {
-           const auto activation = parse_hidden_activation("mlp", text);
-           return mlp_in_one(input, weights, biases, activation, /*keeps=*/true);
-         });
+  m.impl(dispatch::MlpInOne::name, [](const Tensor& input, at::TensorList weights,
+                                      const c10::List<OptionalTensor>& biases, int64_t number) {
+    constexpr auto op = dispatch::MlpInOne::name;
+    const auto activation = hidden_activation_of(op, number);
+    check_mlp(op, weights, biases);
+    const char* why = objection(input, weights, biases);
+    TORCH_CHECK(why == nullptr, op, ": expected a chain of layers for one input, got ",
+                describe(input), " ", why);
+    return mlp_in_one(input, weights, biases, activation, /*keeps=*/true);
+  });
 }
 
 }  // namespace fused::cuda::small
