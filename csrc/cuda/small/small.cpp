@@ -190,7 +190,7 @@ TORCH_LIBRARY_IMPL(fused, CUDA, m) {
     constexpr auto op = dispatch::MlpInOne::name;
     const auto activation = hidden_activation_of(op, number);
     check_mlp(op, weights, biases);
-    const char* why = objection(input, weights, biases);
+    const char* why = fused::objection(input, weights, biases);
     TORCH_CHECK(why == nullptr, op, ": expected a chain of layers for one input, got ",
                 describe(input), " ", why);
     return mlp_in_one(input, weights, biases, activation, /*keeps=*/true);
