@@ -18,7 +18,7 @@ void set_policy(std::string_view text) {
 }
 
 void define_switches(torch::Library& m) {
-  // Process-wide choice of how the work is done: 'auto', 'cublaslt' or 'eager'.
+  // Process-wide choice of how work is done: 'auto', 'cublaslt', 'eager' or 'batch_invariant'.
   m.def("_policy() -> str", get_policy);
   m.def("_set_policy(str policy) -> ()", set_policy);
 
@@ -26,7 +26,7 @@ void define_switches(torch::Library& m) {
   m.def("_pack_weight(Tensor weight, str name) -> ()", fused::cpu::packed::declare);
   m.def("_unpack_weight(Tensor weight) -> bool", fused::cpu::packed::drop);
 
-  // Weights whose gradients the product adds to what is there: 'grad' or 'main_grad'.
+  // Weights whose gradients the product adds to the existing ones: 'grad' or 'main_grad'.
   m.def("_accumulate(Tensor weight, str into, bool begins) -> ()",
         fused::autograd::accumulation::set);
   m.def("_accumulated(Tensor weight) -> str", fused::autograd::accumulation::get);

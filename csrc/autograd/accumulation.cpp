@@ -28,14 +28,14 @@ constexpr const char* names[] = {"none", "grad", "main_grad"};
 // ---- which weights ------------------------------------------------------------------------------
 
 struct Wishes {
-  c10::VariableVersion counter;  // held for the weight's identity
+  c10::VariableVersion counter;  // identifies the weight
   std::vector<Into> all;
 };
 
 struct Weights {
   std::mutex mutex;
   std::map<internals::Identity, Wishes> known;
-  std::atomic<size_t> count{0};  // lets everybody else pass without the lock
+  std::atomic<size_t> count{0};  // 0 lets calls pass without the lock
 };
 
 Weights& weights() {
@@ -64,8 +64,8 @@ bool is_heard(GraphNode& accumulator) {
   return !accumulator.post_hooks().empty() || accumulator.tensor_post_acc_grad_hooks() != nullptr;
 }
 
-// Spares the accumulator the sum with zeros that have no memory: gives it nothing, or, where it has
-// to go on to hooks, a gradient of no elements.
+// Runs before the accumulator and takes zeros without memory away, so that it does not add them. If
+// hooks listen after the accumulator it gets a gradient of no elements, which still runs them.
 class DropZeros final : public torch::autograd::FunctionPreHook {
  public:
   explicit DropZeros(GraphNode& accumulator) : accumulator_(accumulator) {}
@@ -83,7 +83,7 @@ class DropZeros final : public torch::autograd::FunctionPreHook {
                                           grad.options().layout(at::kSparse),
                                           /*is_coalesced=*/true)};
   }
-  void compiled_args(internals::CompiledNodeArgs&) const override {}  // traced, there are no zeros
+  void compiled_args(internals::CompiledNodeArgs&) const override {}  // tracing makes no such zeros
 
  private:
   GraphNode& accumulator_;  // which holds the hook
@@ -95,8 +95,8 @@ bool is_watched(GraphNode& accumulator) {
          !std::ranges::all_of(accumulator.pre_hooks(), DropZeros::is);
 }
 
-// Names the observer that would see this gradient apart from the sum, or nullptr. Hooks on the
-// layer's other parameters may look at the bias's gradient, so they count for a bias.
+// Names what would see this gradient apart from the sum; nullptr if nothing does. Hooks on the
+// layer's other parameters may read the bias's gradient, so they count for a bias.
 const char* observer_of(GraphNode& node, GraphNode& accumulator, bool is_bias) {
   if (at::GradMode::is_enabled()) return "create_graph";
   if (torch::autograd::AnomalyMode::is_enabled()) return "anomaly mode";
@@ -107,7 +107,7 @@ const char* observer_of(GraphNode& node, GraphNode& accumulator, bool is_bias) {
   }
   if (!node.post_hooks().empty()) return "a hook on the node";
   if (internals::is_captured(&accumulator)) return "its gradient was asked for";
-  // Only on one stream is what is there complete.
+  // Work on another stream may not have written the gradient yet.
   if (accumulator.stream() != node.stream()) return "another stream";
   return nullptr;
 }
@@ -117,7 +117,7 @@ bool is_widened(const Tensor& weight) {
   return weight.grad_dtype() == at::kFloat && weight.element_size() == 2;
 }
 
-// Why the product cannot write there, or nullptr.
+// Says why the product cannot add to this gradient; nullptr if it can.
 const char* misfit_of(const Tensor& into, const Tensor& weight) {
   if (!into.defined()) return "nothing is there yet";
   if (into.layout() != at::kStrided || at::isTensorSubclassLike(into)) return "not a plain tensor";
@@ -145,8 +145,9 @@ bool may_be_view(const torch::autograd::Edge& edge, const Tensor& weight) {
          c10::multiply_integers(made.shape_as_dim_vector()) == weight.numel();
 }
 
-// The edge to the accumulator of the weight's memory, if that is one parameter's and no view of it
-// comes beside it: the compiler may have kept a view.
+// Returns the edge to the accumulator of the parameter that has the weight's memory. There is none
+// if several parameters share it, or if a view of it is there as well, as the compiler may keep
+// views.
 std::optional<size_t> edge_to(const Tensor& weight, const GraphNode& node) {
   std::optional<size_t> found;
   for (size_t i = 0; i < node.num_outputs(); ++i) {
@@ -223,7 +224,7 @@ std::optional<Target> target_of(GraphNode* node, size_t edge, at::ArrayRef<Tenso
       target.adds = false;
     }
     why = misfit_of(target.into, weight);
-    // Nodes between two uses may read .grad, which torch leaves alone until the last.
+    // torch writes .grad after the last use of a weight. Nodes between two uses may read it before.
     const bool is_seen = why == nullptr && target.adds && !target.is_main;
     if (is_seen && !internals::has_the_only_edge(*node, *accumulator)) why = "used more than once";
     const auto is_read = [&](const Tensor& t) { return is_shared(target.into, t); };
@@ -240,7 +241,7 @@ Tensor Target::add(const Tensor& grad, const Tensor& input, std::optional<at::Sc
   const auto address = reinterpret_cast<int64_t>(into.storage().unsafeGetStorageImpl());
   const bool is_read = is_shared(into, grad) || is_shared(into, input) || is_shared(into, weight) ||
                        std::ranges::count(storages, address) > 0;
-  // The sum is there already: torch adds it with one kernel, too.
+  // The bias's sum has been computed, and torch adds it with one kernel, too.
   const bool is_sum = !input.defined() && grad.dim() == 1;
   if (is_sum && !is_main && grad.scalar_type() == into.scalar_type()) return grad;
   const char* why = adds && is_read ? shares_memory : nullptr;
@@ -281,7 +282,7 @@ Tensor accumulated(const Tensor& grad, const Tensor& input, const Tensor& weight
   const explain::Remarks remarks;
   const KernelsOnly guard;
   const auto node = torch::autograd::get_current_node();
-  // Another node's backward may do more with a graph's results than pass them along.
+  // Another node's backward may do more with a graph's gradients than pass them along.
   if (node && are_any() && internals::is_compilers(*node) && has_value(storages)) {
     const auto edge = edge_to(weight, *node);
     const auto target = edge ? target_of(node.get(), *edge) : std::nullopt;

@@ -1,6 +1,6 @@
 #pragma once
 
-// Questions that the Autograd kernels ask about their arguments before they choose a way.
+// Predicates by which the Autograd kernels choose between formula, node and inference.
 
 #include "core/check.h"
 #include "core/policy.h"
@@ -22,7 +22,7 @@ inline bool inside_torch_func() {
   return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
 
-// Tells whether fn is true of any tensor in an operator's argument.
+// Returns whether fn is true for any tensor in an operator's arguments.
 template <typename Fn>
 bool any_tensor(const Fn& fn, const Tensor& tensor) {
   return tensor.defined() && fn(tensor);
@@ -64,8 +64,8 @@ bool any_tensor(const Fn& fn, const steps::GluBackward& step) {
   return any_tensor(fn, step.grad_output, step.gate, step.up, step.down);
 }
 
-// Transforms that a C++ node cannot serve (torch.func, forward AD), and the user's wish, take the
-// formula, which torch differentiates as it does its own operators.
+// Returns whether the formula must run, which torch differentiates as it does its own operators. A
+// C++ node cannot serve torch.func and forward AD, and the user may ask for it (policy "eager").
 template <typename... Arguments>
 bool wants_formula(const Arguments&... arguments) {
   if (inside_torch_func()) return true;
@@ -82,7 +82,7 @@ bool wants_gradient(const Arguments&... arguments) {
          any_tensor([](const Tensor& tensor) { return tensor.requires_grad(); }, arguments...);
 }
 
-// A step of a layer called by itself: `formula` where it is differentiated, else `step`.
+// The Autograd kernel of a step that users call: `formula` if it is differentiated, else `step`.
 template <auto formula, auto step>
 struct Step;
 
@@ -95,8 +95,7 @@ struct Step<formula, step> {
   }
 };
 
-// Registers the steps of a list with the formulas of a struct, which has them under the rows'
-// names.
+// Registers the steps of a list with formulas: the functions of a struct that have the rows' names.
 template <class List, class Formulas>
 void put_steps(torch::Library& m) {
   dispatch::for_each_row<List>([&m](auto row) {

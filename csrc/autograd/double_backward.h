@@ -1,6 +1,7 @@
 #pragma once
 
-// Helpers of the nodes' backward for tensors that were not kept, and for the second derivative.
+// Helpers for the nodes' backward: stand-ins for tensors that were not saved, and second
+// derivatives.
 
 #include "autograd/node.h"
 #include "reference/linear.h"
@@ -11,7 +12,7 @@
 
 namespace fused::autograd {
 
-// Tells whether gradients must be differentiable: create_graph, or forward over reverse.
+// Returns whether gradients must be differentiable: create_graph, or forward over reverse.
 inline bool must_be_differentiable(const Tensor& grad, const variable_list& variables) {
   return at::GradMode::is_enabled() || has_tangent(grad) ||
          std::ranges::any_of(variables, [](const Tensor& t) { return has_tangent(t); });
@@ -19,20 +20,21 @@ inline bool must_be_differentiable(const Tensor& grad, const variable_list& vari
 
 inline Tensor empty_strided(const Tensor& like, const std::vector<c10::SymInt>& sizes,
                             const std::vector<c10::SymInt>& strides) {
-  // A Python class makes one of its own, such as a distributed tensor.
+  // Tensors of a Python class, such as distributed ones, make a placeholder of their class.
   const bool is_python = like.key_set().has(c10::DispatchKey::Python);
   return is_python ? like.new_empty_strided_symint(sizes, strides)
                    : at::empty_strided_symint(sizes, strides, like.options());
 }
 
-// A tensor of this shape, without meaningful values and of one element's memory, for an argument
-// of which only the shape is read.
+// Returns a tensor of this shape with one element's memory and no meaningful values, for an
+// argument whose shape alone is read.
 inline Tensor placeholder(const Tensor& like, const std::vector<c10::SymInt>& sizes) {
   return empty_strided(like, sizes, std::vector<c10::SymInt>(sizes.size(), 0));
 }
 
-// The two as arguments of a backward operator, with placeholders where they are undefined.
-// grad is [*, out]. `by_columns`: what grad_lies_by_columns says of a weight that was not kept.
+// Input and weight as arguments of a backward operator. Placeholders stand for undefined ones. grad
+// is
+// [*, out]. `by_columns` is the result of grad_lies_by_columns for a weight that was not saved.
 inline std::pair<Tensor, Tensor> fill_in(const Tensor& input, const Tensor& weight,
                                          const Tensor& grad, bool by_columns) {
   std::pair result(input, weight);
@@ -73,10 +75,9 @@ class ReconnectNode final : public Node {
   std::array<SavedVariable, 2> kept_;  // input, weight
 };
 
-// A pre-activation kept from the forward, put back into the graph as a function of input, weight
-// and bias, by their edges. (ReLU's output serves as its pre-activation: both are positive in the
-// same places.) The values of input and weight are read only as far as the other one wants a
-// gradient.
+// Puts a saved pre-activation back into the graph as a function of input, weight and bias, by their
+// edges. ReLU's output serves as its pre-activation, because both are positive in the same places.
+// The values of the input are read only if the weight wants a gradient, and the other way round.
 inline Tensor reconnect(const Tensor& preactivation, const Tensor& input, const Tensor& weight,
                         edge_list edges) {
   const auto result = preactivation.detach();
@@ -89,7 +90,7 @@ inline Tensor reconnect(const Tensor& preactivation, const Tensor& input, const 
   return result;
 }
 
-// ReLU's bit mask as values of the same signs, [*, features of grad].
+// Returns values with the signs of ReLU's bit mask, [*, features of grad].
 inline Tensor signs_of_mask(const Tensor& mask, const Tensor& grad, const c10::SymInt& features) {
   return reference::unpack_mask(mask, features).to(grad.scalar_type());
 }

@@ -1,6 +1,6 @@
-// The node of fused::linear_glu and fused::gated_mlp. It keeps the input and the two
-// pre-activations; what was made of them is computed again in the pass that the backward makes over
-// memory anyway. With low memory up's pre-activation of a block is computed again by its product.
+// The node of fused::linear_glu and fused::gated_mlp. It saves the input and the two
+// pre-activations. The backward computes act(gate) ⊙ up again while it reads them for their
+// gradients. With memory="low" a block's product computes up's pre-activation again.
 
 #include "autograd/accumulation.h"
 #include "autograd/arguments.h"
@@ -20,7 +20,8 @@ namespace {
 
 using reference::as_rows;
 
-// Without up, gate's edges are of both; without down its two lead nowhere.
+// Without up, gate's edges are those of the stacked weight; without down, its two edges are
+// invalid.
 enum Edges {
   input_edge,
   gate_edge,
@@ -32,14 +33,14 @@ enum Edges {
   all_edges
 };
 
-// The saved tensors, each there where a gradient needs it.
+// The saved tensors. Each is defined if a gradient needs it.
 enum Indices {
   input_index,
   gate_index,
   up_index,
-  up_bias_index,  // where up's pre-activation is computed again
+  up_bias_index,  // if up's pre-activation is computed again
   down_index,
-  hidden_index,  // what goes into down, where it is not made again
+  hidden_index,  // down's input, if it is not computed again
   gate_z_index,  // pre-activations
   up_z_index,
   all_indices
@@ -49,14 +50,14 @@ enum Indices {
 struct Form {
   Activation activation;
   bool has_up, has_down;
-  bool is_joined;      // gate's pre-activations are both, [*, 2 hidden], though there is up
+  bool is_joined;      // one tensor [*, 2 hidden] holds both pre-activations, though up is given
   bool is_up_dropped;  // up's pre-activation is computed again
-  bool is_in_aten;     // the pass is recorded in ATen, for a compiler to fuse
+  bool is_in_aten;     // the gradients are recorded in ATen's operators, for a compiler to fuse
   std::array<bool, 3> by_columns;  // the gradients of gate, up and down
 
   bool is_one_tensor() const { return !has_up || is_joined; }
 
-  // The wanted results of the pass: gradients of the pre-activations and biases, and the result.
+  // The wanted results of glu_backward: gradients of pre-activations and biases, and h.
   std::array<bool, 5> wanted_of_pass(const std::vector<bool>& wanted, bool hidden) const {
     if (is_one_tensor()) {
       return {wanted[input_edge] || wanted[gate_edge] || wanted[up_edge], false,
@@ -74,7 +75,7 @@ struct State : Work {
     return std::any_of(wanted.begin(), wanted.begin() + down_edge, [](bool w) { return w; });
   }
 
-  // If the graph is not run again, nothing else holds them.
+  // Unless the graph is run again, nothing else holds them.
   void drop_preactivations() {
     for (const size_t index : {gate_z_index, up_z_index}) {
       kept[index].reset();
@@ -85,8 +86,8 @@ struct State : Work {
 
 // ---- the backward ------------------------------------------------------------------------------
 
-// The pre-activations as the pass reads them. Up's is not kept where only up's gradients can be
-// wanted.
+// Returns the pre-activations as glu_backward reads them. Up's was not saved if only up's gradients
+// can be wanted.
 std::pair<Tensor, OptionalTensor> preactivations(const State& state) {
   const auto &gate = state.kept[gate_z_index], &up = state.kept[up_z_index];
   if (state.form.is_one_tensor()) return {gate, std::nullopt};
@@ -131,7 +132,7 @@ Triple backward_of_linear(const Tensor& grad, const Tensor& input, const Tensor&
   return Steps::linear_backward({grad, x, w, std::nullopt, Activation::none, wanted});
 }
 
-// For a weight of the node's, whose gradient may be added to what is there.
+// The product of one weight's gradient, which may be added to the existing gradient.
 template <class Steps>
 Triple backward_of_linear(const State& state, size_t edge, const Tensor& grad, const Tensor& input,
                           const Tensor& weight, bool by_columns, std::array<bool, 3> wanted) {
@@ -146,8 +147,8 @@ Triple backward_of_linear(const State& state, size_t edge, const Tensor& grad, c
   return {grad_input, sum->add(grad, input), grad_bias};
 }
 
-// The products of both weights as one, where their pre-activations are one tensor. -> whether they
-// could be.
+// Computes the gradients of both weights by one product if their pre-activations are one tensor.
+// Returns whether it did.
 template <class Steps>
 bool put_joined_products(const State& state, const Tensor& dz, variable_list& result) {
   const auto& wanted = state.wanted;
@@ -170,20 +171,19 @@ bool put_joined_products(const State& state, const Tensor& dz, variable_list& re
   return true;
 }
 
-// grad_input + dz · up, into grad_input where it can be.
+// Returns grad_input + dz · up, and reuses grad_input's memory if it can.
 template <class Steps>
 Tensor plus_product(const State& state, const Tensor& grad_input, const Tensor& dz) {
   const auto& up = state.kept[up_index];
-  // Sharded rows cannot always be viewed as a matrix's, and for a vector eager takes another
-  // product.
+  // Sharded rows cannot always be viewed as a matrix, and eager uses another product for a vector.
   if (!are_kernels<Steps> || is_sharded(dz) || dz.dim() == 1 || is_batch_invariant()) {
     return grad_input +
            std::get<0>(backward_of_linear<Steps>(dz, state.kept[input_index], up,
                                                  state.form.by_columns[1], {true, false, false}));
   }
   auto sum = as_rows(grad_input);
-  // A compiler fuses a sum of its own with what comes after, where it would copy for an addmm; and
-  // vmap has no rule for the form that writes to what it reads.
+  // A compiler fuses a plain sum with later operators, but copies for an addmm. vmap has no rule
+  // for the form that writes to its argument.
   if (at::areAnyTensorSubclassLike({sum, dz, up})) {
     return grad_input + at::mm(as_rows(dz), up).view_as(grad_input);
   }
@@ -193,7 +193,8 @@ Tensor plus_product(const State& state, const Tensor& grad_input, const Tensor& 
   return grad_input;
 }
 
-// The products of the layer's backward. gate_dz is of both where they are one tensor.
+// Computes the products of the gated layer's backward. gate_dz holds both gradients if they are one
+// tensor.
 template <class Steps>
 void put_products(const State& state, const Tensor& gate_dz, const Tensor& up_dz,
                   variable_list& result) {
@@ -219,15 +220,15 @@ void put_products(const State& state, const Tensor& gate_dz, const Tensor& up_dz
   }
 }
 
-// Tells whether the product with down's weight and the pass are one step. Only a GPU has a kernel
-// for it, which sums no biases. Sharded gradients may have to be summed in between.
+// Returns whether one step does the product with down's weight and glu_backward. Only a GPU has a
+// kernel for it, which sums no biases. Sharded gradients may have to be summed in between.
 bool takes_down(const Tensor& grad, bool is_one_tensor, const std::array<bool, 5>& wanted) {
   return grad.is_cuda() && c10::elementSize(grad.scalar_type()) == 2 && !is_sharded(grad) &&
          wanted[0] && (is_one_tensor || wanted[1]) && !wanted[2] && !wanted[3];
 }
 
-// The gradients of the pre-activations and of the layer's biases, in one pass over memory, and what
-// goes into down again, where that is wanted.
+// Computes the gradients of the pre-activations and of the layer's biases in one sweep over memory,
+// and down's input again if it is wanted.
 template <class Steps>
 Quintuple pass_of(const State& state, const Tensor& grad, const std::array<bool, 5>& wanted) {
   const auto& down = state.kept[down_index];
@@ -265,7 +266,7 @@ variable_list gradients_with(State& state, const Tensor& grad) {
   const auto& wanted = state.wanted;
   const bool wants_down = wanted[down_edge] || wanted[down_bias_edge];
   auto hidden = std::exchange(state.kept[hidden_index], {});
-  // A second derivative goes through the pre-activations.
+  // A second derivative needs the pre-activations in the graph.
   if (!are_kernels<Steps> && state.kept[gate_z_index].defined()) hidden.reset();
   const bool wants_hidden = state.form.has_down && wanted[down_edge] && !hidden.defined();
   const auto wanted_of_pass = state.form.wanted_of_pass(wanted, wants_hidden);
@@ -289,7 +290,7 @@ variable_list gradients_with(State& state, const Tensor& grad) {
   return result;
 }
 
-// create_graph: puts the pre-activations back into the graph, halves of one tensor as two.
+// For create_graph, puts the pre-activations back into the graph. Two halves become two tensors.
 void reconnect_layer(State& state) {
   auto& [activation, has_up, has_down, is_joined, is_up_dropped, is_in_aten, by_columns] =
       state.form;
@@ -309,7 +310,7 @@ void reconnect_layer(State& state) {
     }
   }
   is_joined = is_up_dropped = false;
-  // The graph needs all that is kept, and each gradient by itself.
+  // The graph needs all saved tensors, and each gradient apart.
   state.node.reset(), state.releases = false;
 }
 
@@ -340,7 +341,7 @@ class GatedNode final : public Node {
   }
   void keep_weight(Indices index, const Tensor& weight) { kept_[index] = saved_weight(weight); }
   void keep_input(const Tensor& input) {
-    // up's product is made again from the input as it was.
+    // up's product is computed again from the input of the forward.
     kept_[input_index] = form_.is_up_dropped ? saved_weight(input) : saved_input(input);
   }
 
@@ -372,11 +373,11 @@ class GatedNode final : public Node {
 
 // The parts of a call that need a gradient; they decide which tensors its node keeps.
 struct Needs {
-  bool before_gate, before_up;  // the gradient of gate's pre-activation, of up's
-  bool before_down;             // the gradient of what goes into down
-  bool reads_up;                // the pass reads up's pre-activation,
-  bool drops_up;                // which is not kept, but multiplied again
-  bool keeps_hidden;            // what goes into down
+  bool before_gate, before_up;  // gate's pre-activation needs a gradient, up's does
+  bool before_down;             // down's input needs a gradient
+  bool reads_up;                // glu_backward reads up's pre-activation
+  bool drops_up;                // up's pre-activation is not saved, but computed again
+  bool keeps_hidden;            // down's input is saved
 
   static Needs of(const gated::Layer& layer, const gated::Down& down, Memory memory) {
     const auto& [input, gate, up, gate_bias, up_bias] = layer;

@@ -1,4 +1,4 @@
-// The node of one layer. The activation is a value: one class serves them all.
+// The node of one layer. One class serves all activations, because the activation is a value.
 
 #include "autograd/accumulation.h"
 #include "autograd/double_backward.h"
@@ -32,8 +32,8 @@ struct State : Work {
   Form form;
 
   const Tensor& saved() const { return kept[saved_index]; }
-  // Input and weight as arguments of a backward operator. Where a gradient is not wanted only the
-  // shape of the other one is read.
+  // Returns input and weight as arguments of a backward operator. If one's gradient is not wanted,
+  // only the shape of the other is read.
   std::pair<Tensor, Tensor> operands(const Tensor& grad) const {
     return fill_in(kept[input_index], kept[weight_index], grad, form.by_columns);
   }
@@ -41,12 +41,13 @@ struct State : Work {
 
 // ---- the backward ------------------------------------------------------------------------------
 
-// create_graph: gradients that are themselves differentiable.
+// For create_graph, computes gradients that are themselves differentiable.
 Triple differentiable(const State& state, const Tensor& grad) {
   const auto activation = state.form.activation;
   const auto [input, weight] = state.operands(grad);
   auto saved = state.saved();
-  // ReLU's second derivative, of zeros, goes by way of the output, and so past its hooks.
+  // ReLU's second derivative is zeros. It goes through the output, and so reaches the output's
+  // hooks.
   if (saved.defined() && saved.scalar_type() == at::kByte) {
     const auto output = state.node ? torch::autograd::Edge(state.node, 0) : torch::autograd::Edge();
     saved = at_edge(signs_of_mask(saved, grad, grad.sym_size(-1)), output);
@@ -57,8 +58,8 @@ Triple differentiable(const State& state, const Tensor& grad) {
       {grad, input, weight, saved, activation, mask_of(state.wanted)});
 }
 
-// One step makes dz, its sum over rows, and the two products of dz. Gradients that are added to
-// what is there are made apart, from a dz of its own.
+// One step computes dz, its sum over rows, and the two products of dz. If the weight's gradient is
+// added to an existing one, dz is computed first and the products one by one.
 Triple usual(const State& state, const Tensor& grad) {
   using accumulation::target_of;
   const auto weight_sum = target_of(state.node.get(), weight_edge);
@@ -113,7 +114,7 @@ class LinearNode final : public Node {
     if (weight.requires_grad()) kept_[input_index] = saved_input(input);
     if (input.requires_grad()) {
       kept_[weight_index] = saved_weight(weight);
-    } else if (form_.of_ensemble) {  // whose form the weight tells
+    } else if (form_.of_ensemble) {  // the weight's shape tells an ensemble's
       kept_[weight_index] = SavedVariable(placeholder(weight, weight.sym_sizes().vec()), false);
     }
     kept_[saved_index] = SavedVariable(saved, /*is_output=*/saved.is_same(output));
@@ -148,7 +149,7 @@ Pair relu_and_bits(const Tensor& input, const Tensor& weight, const OptionalTens
   const auto features = weight.sym_size(0);
   const bool pays = mask_bytes(features) < features * weight.element_size();
   if (pays && !is_traced(input)) return steps::linear_relu_bits(input, weight, bias);
-  // In two, of which a graph's partitioner may keep either.
+  // Two operators, so that a graph's partitioner may save either result.
   const auto output = linear_relu(input, weight, bias);
   return {output, pays ? steps::relu_mask(output) : output};
 }
@@ -166,19 +167,20 @@ Pair forward_for_training(const Tensor& input, const Tensor& weight, const Optio
   const bool by_library = policy == Policy::cublaslt;
   if (activation == Activation::relu && !by_library) {
     if (memory == Memory::low) return relu_and_bits(input, weight, bias);
-    // The output tells the gradient as well as the mask does, by torch's rule at zero, and the next
-    // layer keeps it anyway.
+    // The output gives the same gradient as the mask, by torch's rule at zero, and the next layer
+    // saves it in any case.
     const auto output = linear_relu(input, weight, bias);
     return {output, output};
   }
-  // Batch-invariant calls have the bits of inference, with low memory and for any width, too.
+  // Batch-invariant calls have the bits of inference for any width, also with memory="low".
   if (activation != Activation::relu && policy != Policy::batch_invariant) {
-    // An epilogue applies it before the sum is rounded, which cannot be done again.
+    // An epilogue applies the activation before the sum is rounded, and a backward could not repeat
+    // that.
     if (memory == Memory::low) {
       const auto preactivation = fused::linear(input, weight, bias);
       return {activated(preactivation, activation, Time::first), preactivation};
     }
-    // Rows padded for the epilogue would keep more than torch does.
+    // Rows padded for the epilogue would take more memory than torch's.
     if (weight.sym_size(0) % 8 != 0 && !by_library) {
       const auto preactivation = fused::linear(input, weight, bias);
       return {activate(preactivation, activation), preactivation};
@@ -219,7 +221,7 @@ Tensor forward_for_inference(const Tensor& input, const Tensor& weight, const Op
 Tensor linear_with_gradient(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                             Activation activation, Memory memory) {
   const auto node = make_node<LinearNode>(input, weight, bias, activation);
-  // Another layer keeps a smooth activation's output anyway: only ReLU's bits are less alone.
+  // The next layer saves a smooth activation's output in any case. Only ReLU's bits save memory.
   const auto kept = activation == Activation::relu ? memory : Memory::standard;
   Tensor output, saved;
   {

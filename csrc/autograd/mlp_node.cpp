@@ -18,7 +18,7 @@
 namespace fused::autograd {
 namespace {
 
-// The places of a chain's tensors among the node's edges: input, weights, biases.
+// A chain's edges: input, weights, biases.
 struct Edges {
   static constexpr size_t input = 0;
 
@@ -44,11 +44,11 @@ struct Layer {
 struct Form {
   Activation activation;
   bool by_columns;  // the weight's gradient of the lowest trained layer, whose weight is not kept
-  bool may_part;  // the lower layers may become a node of their own, which reads what this one does
+  bool may_part;    // the lower layers may become a node of their own that reads this one's tensors
 };
 
-// The gradients of a node's first layers, given that of what comes out of the last of them, with
-// its activation.
+// Computes the gradients of a chain's first layers from the gradient of the last one's output,
+// after its activation.
 class Chain {
  public:
   // The tensors kept for `work` are given later.
@@ -62,7 +62,7 @@ class Chain {
   // written to, or not be asked for.
   std::pair<size_t, size_t> needed() const {
     const size_t first = Layer::indices * lowest_;
-    // The activation of the layer below gives the lowest layer's input where that is not kept.
+    // If the lowest layer's input was not saved, the activation of the layer below gives it.
     return {lowest_ == 0 ? 0 : first - 1, kept_.size()};
   }
 
@@ -87,7 +87,7 @@ class Chain {
   bool is_idle(size_t layer) const {
     return !wants_input() && !wants_weight(layer) && !wants_bias(layer);
   }
-  bool is_frozen(size_t layer) const {  // nothing was kept of it
+  bool is_frozen(size_t layer) const {  // no tensor of it was saved
     const auto edges = {Edges::input, edges_.weight(layer), edges_.bias(layer)};
     return std::ranges::none_of(edges, [&](size_t edge) { return work_.edges[edge].is_valid(); });
   }
@@ -105,7 +105,7 @@ class Chain {
 
   // ---- the way down ----------------------------------------------------------------------------
 
-  // The steps under the formula's names.
+  // The kernels under the names of the formula's functions.
   struct Kernels {
     static constexpr auto activation_backward = steps::activation_backward;
     static constexpr auto linear_backward = steps::linear_backward;
@@ -122,7 +122,7 @@ class Chain {
 
   template <class Steps>
   void go_down(const Tensor& grad) {
-    // Each step would copy a gradient that is expanded, as that of a sum is.
+    // Each step would copy an expanded gradient, such as a sum's.
     const bool is_copied = are_kernels<Steps> && !grad.is_non_overlapping_and_dense();
     auto dz = is_copied ? grad.contiguous() : grad;
     if (const size_t top = layers_ - 1; is_hidden(top)) {
@@ -135,8 +135,8 @@ class Chain {
     if (wants_input()) result_[Edges::input] = dz;
   }
 
-  // Puts the gradients of a layer's parameters, given that of its product. -> the gradient of the
-  // product below, or of the lowest layer's input.
+  // Computes the gradients of a layer's parameters from dz. Returns dz of the layer below, or the
+  // gradient of the lowest layer's input.
   template <class Steps>
   Tensor step_down(size_t i, const Tensor& dz) {
     const auto weight_edge = edges_.weight(i), bias_edge = edges_.bias(i);
@@ -157,7 +157,7 @@ class Chain {
     return step_together<Steps>(i, dz, {mask[0], false, mask[2] && !mask[1]});
   }
 
-  // The gradients of the mask out of one step.
+  // Computes the gradients that the mask names by one step.
   template <class Steps>
   Tensor step_together(size_t i, const Tensor& dz, const std::array<bool, 3>& mask) {
     if (!mask[0] && !mask[1] && !mask[2]) return {};
@@ -182,7 +182,7 @@ class Chain {
     return below;
   }
 
-  // A hidden layer's bias gradient, which comes with the step of the layer above.
+  // Stores a hidden layer's bias gradient, which the step of the layer above computes.
   template <class Steps>
   void put_hidden_bias(size_t layer, const Tensor& made) {
     if (!wants_bias(layer)) return;
@@ -190,9 +190,9 @@ class Chain {
     result_[edges_.bias(layer)] = sum ? sum->add(made, {}) : made;
   }
 
-  // Tells whether the weight's gradient comes first, so that the layer's input is freed before the
-  // step allocates dz. That takes one more launch, which costs a small layer time and which a graph
-  // would record.
+  // Returns whether the weight's gradient is computed first, so that the layer's input is freed
+  // before the step allocates dz. That takes one more launch, which slows down small layers, and
+  // graphs would record it.
   bool frees_input_first(size_t i) {
     constexpr int64_t large = 1 << 20;  // bytes
     const auto& hidden = input(i);
@@ -221,7 +221,7 @@ class Chain {
     }
   }
 
-  // The lowest layer's input; undefined if nothing reads its values.
+  // Returns the lowest layer's input; undefined if nothing reads its values.
   Tensor lowest_input() {
     // The weight's gradient may be asked for later.
     const bool is_read = wants_weight(lowest_) || work_.edges[edges_.weight(lowest_)].is_valid();
@@ -229,11 +229,11 @@ class Chain {
     return activate(saved(lowest_ - 1), form_.activation);
   }
 
-  // That input as a function of all layers below.
+  // Returns that input as a function of all layers below.
   Tensor above_lower_layers(const Tensor& input);
 
-  // A hidden layer's output or pre-activation. Where only ReLU's bit mask was kept: the output that
-  // the next layer has kept, else any with the same signs.
+  // Returns a hidden layer's output or pre-activation. If only ReLU's bit mask was saved, it is the
+  // output that the next layer saved, or else any tensor with the same signs.
   Tensor hidden_of(size_t layer, const Tensor& grad) {
     const auto& kept = saved(layer);
     if (kept.scalar_type() != at::kByte) return kept;
@@ -246,7 +246,7 @@ class Chain {
   const Form form_;
   const size_t layers_;
   const Edges edges_ = Edges::of(work_.edges.size());
-  size_t lowest_ = 0;   // the lowest layer with anything to do
+  size_t lowest_ = 0;   // the lowest layer that has gradients to compute
   variable_list kept_;  // by layer, as Layer::at says
   variable_list result_ = variable_list(work_.edges.size());
 };
@@ -261,7 +261,7 @@ class MlpNode final : public Node {
   void keep(const std::vector<Layer>& layers) {
     for (size_t i = 0; i < layers.size(); ++i) {
       auto* kept = &kept_[Layer::at(i, Layer::input_index)];
-      // Nobody else has the inputs of the layers above.
+      // Only this node holds the inputs of the layers above.
       kept[Layer::input_index] = i == 0 ? saved_input(layers[i].input)
                                         : SavedVariable(layers[i].input, /*is_output=*/false);
       kept[Layer::weight_index] = saved_weight(layers[i].weight);
@@ -313,7 +313,7 @@ class LowerLayersNode final : public Node {
       : Node(edges_of(*whole, layers)), whole_(std::move(whole)), layers_(layers) {}
 
   std::string name() const override { return "FusedMlpLowerLayersBackward"; }
-  void release_variables() override {}  // which are the whole chain's
+  void release_variables() override {}  // the whole chain's node owns them
 
  protected:
   variable_list gradients(const Tensor& grad) override {
@@ -377,7 +377,8 @@ NodePtr<MlpNode> node_of(const Arguments& call) {
                             Form{call.activation, by_columns, are_kept_as_they_are()});
 }
 
-// Every layer's output, then what act' is read from; none where no kernel runs the whole network.
+// Runs a small network in one launch: every layer's output, then the tensors that act' is read
+// from. Empty if no kernel runs the whole network.
 std::vector<Tensor> run_in_one(const Arguments& call) {
   const bool may_run =
       call.input.is_cuda() && call.memory == Memory::standard && !is_traced(call.input);
@@ -386,8 +387,8 @@ std::vector<Tensor> run_in_one(const Arguments& call) {
   return dispatch::MlpInOne::call(call.input, call.weights, call.biases, number(call.activation));
 }
 
-// The layer's output, and what its act' will be read from. `below`: a gradient goes into its
-// product.
+// Returns a layer's output and the tensor that act' is read from. `below`: its product needs a
+// gradient.
 Pair run_layer(const Arguments& call, size_t i, const Tensor& input, bool below) {
   const bool is_last = i + 1 == call.weights.size();
   const auto activation = is_last ? Activation::none : call.activation;
@@ -396,7 +397,7 @@ Pair run_layer(const Arguments& call, size_t i, const Tensor& input, bool below)
   if (!below) {
     return {forward_for_inference(input, call.weights[i], bias, activation), Tensor()};
   }
-  // The output of ReLU that the next layer keeps serves this one as well.
+  // The next layer saves ReLU's output, which this layer's backward can read as well.
   const bool is_output_kept =
       saved_for(activation) == Saved::output && call.weights[i + 1].requires_grad();
   return forward_for_training(input, call.weights[i], bias, activation,

@@ -27,7 +27,7 @@ using torch::autograd::edge_list;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-// The argument's gradient edge; invalid if the tensor is undefined.
+// Returns the argument's gradient edge; invalid if the tensor is undefined.
 inline torch::autograd::Edge edge_of(const Tensor& tensor) {
   if (tensor.defined() && tensor.requires_grad()) cpu::packed::drop(tensor);  // no longer frozen
   return tensor.defined() ? torch::autograd::impl::gradient_edge(tensor) : torch::autograd::Edge();
@@ -36,20 +36,20 @@ inline torch::autograd::Edge edge_of(const OptionalTensor& tensor) {
   return tensor ? edge_of(*tensor) : torch::autograd::Edge();
 }
 
-// The data of a backward, without its node: compiled autograd runs a backward without the node.
+// The data of a backward apart from its node, because compiled autograd runs it without the node.
 struct Work {
   variable_list kept;
-  std::vector<bool> wanted;  // by edge
-  const edge_list& edges;    // invalid where the gradients need not be differentiable
+  std::vector<bool> wanted;                  // by edge
+  const edge_list& edges;                    // invalid if the gradients need not be differentiable
   NodePtr<torch::autograd::Node> node = {};  // none in compiled autograd
-  bool releases = false;                     // the backward may free what it has read
+  bool releases = false;                     // the backward may free the tensors that it has read
 
-  // Frees a saved tensor that the backward reads no more, unless the graph is run again: the
-  // backward's own, and the node's at `index`.
+  // Frees a saved tensor that the backward does not read again, here and in the node (at `index`),
+  // unless the graph is run again.
   void done_with(Tensor& tensor, size_t index) const;
 };
 
-// The gradients that the running backward wants of a node, by edge.
+// Returns which gradients the running backward wants from a node, by edge.
 std::vector<bool> wanted_of(const torch::autograd::Node& node);
 
 class Node : public torch::autograd::Node {
@@ -59,8 +59,8 @@ class Node : public torch::autograd::Node {
   // Takes gradients of any layout, as torch's own nodes do: sparse ones by their values.
   variable_list apply(variable_list&& grads) final;
 
-  // The saved tensors [first, last). Throws torch's own errors where they have been released, or
-  // written to since.
+  // Returns the saved tensors [first, last). Throws torch's own errors if they have been released
+  // or written to since.
   variable_list unpack(size_t first, size_t last);
   variable_list unpack() { return unpack(0, kept().size()); }
 
@@ -77,20 +77,21 @@ class Node : public torch::autograd::Node {
 
   Work work() { return {unpack(), wanted_of(*this), next_edges(), getptr(), runs_last()}; }
 
-  // The engine runs this node, which nobody has called by hand, and will not run it again.
+  // Returns whether the engine runs this node, not a call by hand, and will not run it again.
   bool runs_last() const {
     return torch::autograd::get_current_node().get() == this && !internals::run_keeps_graph();
   }
 
-  // Hooks may give ReLU's bits back in another dtype; remembers where they are.
+  // Remembers where ReLU's bits are saved, because hooks may return them in another dtype.
   void remember_bits(size_t index, const Tensor& tensor) {
     if (tensor.defined() && tensor.scalar_type() == at::kByte) bits_.push_back(index);
   }
 
-  // The gradients by edge, of `grad`, that of the node's one result.
+  // Computes the gradients by edge from `grad`, the gradient of the node's one result.
   virtual variable_list gradients(const Tensor& grad) = 0;
   virtual std::span<SavedVariable> kept() = 0;
-  // The backward as a function without the node. Nodes that differ in it have different traits.
+  // Returns the backward as a function without the node. Nodes with other functions have other
+  // traits.
   virtual Backward backward() const = 0;
   virtual std::vector<int64_t> traits() const = 0;
 
@@ -100,34 +101,34 @@ class Node : public torch::autograd::Node {
   static variable_list detached(const Backward& backward, const variable_list& grads,
                                 const std::vector<at::IValue>& packed);
 
-  // The backward of a batch-invariant forward is one, too, whatever the policy is by then.
+  // A batch-invariant forward has a batch-invariant backward, even if the policy has changed since.
   const bool is_batch_invariant_ = is_batch_invariant();
   std::vector<size_t> bits_;
-  // Scalars at the next edges, by which a compiled graph knows them.
+  // Scalar variables at the next edges, by which a compiled graph identifies the edges.
   mutable variable_list ends_;
 };
 
-// A weight as it is now. The view that F.linear keeps has the same memory still when `.data` has
-// put another tensor into the parameter.
+// Returns a weight as it is now. F.linear saves a view, which keeps its memory if `.data` puts
+// another tensor into the parameter later.
 SavedVariable saved_weight(const Tensor& weight);
 
-// An input likewise: torch keeps the tensor itself where it has as many dimensions as the product
-// (2) or the convolution (4) takes, else a view.
+// Returns an input likewise. torch saves the tensor itself if it has as many dimensions as the
+// product (2) or the convolution (4) takes, else a view.
 SavedVariable saved_input(const Tensor& input, int64_t dimensions = 2);
 
-// A variable with these values whose gradient goes to `edge`.
+// Returns a variable with these values whose gradient goes to `edge`.
 Tensor at_edge(const Tensor& values, const torch::autograd::Edge& edge);
 
-// Makes an output the node's.
+// Makes the node the output's grad_fn.
 using torch::autograd::set_history;
 
 bool is_sharded(const Tensor& tensor);
 
-// No hooks on saved tensors are set, which may act on them, keep them elsewhere, or make them again
-// (checkpoint) by a forward that finds other facts.
+// Returns whether no hooks on saved tensors are set. Hooks may change saved tensors, move them, or
+// compute them again (checkpoint) by a forward that finds other conditions.
 bool are_kept_as_they_are();
 
-// Kernels alone, in the dtypes that they are given.
+// While one lives, operators run their kernels without autograd and autocast.
 struct KernelsOnly {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};

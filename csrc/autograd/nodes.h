@@ -1,6 +1,6 @@
 #pragma once
 
-// Calls of which a gradient is wanted, one node each.
+// The forward calls of operators that need a gradient. Each makes one node.
 
 #include "core/gated.h"
 
@@ -10,17 +10,17 @@ namespace fused::autograd {
 Tensor linear_with_gradient(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                             Activation activation, Memory memory);
 
-// Its forward for training, as a node runs it: the output, and what its activation's derivative
-// will be read from (undefined for none). Of tensors without autograd.
+// Runs a layer's forward for training below autograd. Returns the output and the tensor that the
+// activation's derivative is read from (undefined for none).
 Pair forward_for_training(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                           Activation activation, Memory memory);
 
-// ATen's activation of a rounded pre-activation. Low memory keeps only the pre-activation, and the
-// backward applies the activation again, for the same bits.
+// Applies ATen's activation to a rounded pre-activation. With memory="low" only the pre-activation
+// is saved; the backward applies the activation again and gets the same bits.
 enum class Time { first, again };
 Tensor activated(const Tensor& preactivation, Activation activation, Time time);
 
-// The forward where nobody wants a gradient: nothing is kept.
+// Runs the forward without a gradient, which saves nothing.
 Tensor forward_for_inference(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                              Activation activation);
 
@@ -29,7 +29,7 @@ Tensor mlp_with_gradient(const Tensor& input, at::TensorList weights,
                          const c10::List<OptionalTensor>& biases, Activation activation,
                          Memory memory);
 
-// A gated layer, and the one after it where there is one.
+// A gated layer, with the layer after it if there is one.
 Tensor gated_with_gradient(const gated::Layer& layer, const gated::Down& down,
                            Activation activation, Memory memory);
 

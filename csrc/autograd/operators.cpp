@@ -1,5 +1,5 @@
-// The Autograd kernels of linear and gated layers: which way a call goes. Thin, symbolic,
-// dispatcher calls only.
+// The Autograd kernels of linear and gated layers. Each chooses the formula, a node or inference,
+// by calls of the dispatcher alone, so that sizes may be symbols.
 
 #include "autograd/arguments.h"
 #include "autograd/nodes.h"

@@ -8,7 +8,7 @@
 
 namespace fused::cpu {
 
-// Blocks of rows, each one thread's own, so that what a step writes is in a cache for the next.
+// Splits rows into blocks, each for one thread, so that the next step finds a block in the cache.
 struct Blocks {
   int64_t rows, each, count;
 

@@ -1,4 +1,4 @@
-// The passes of gated layers, by blocks: a step finds what the one before wrote in a cache.
+// Gated layers by blocks of rows, so that a step finds the results of the one before in the cache.
 
 #include "core/aten_activation.h"
 #include "core/explain.h"
@@ -16,10 +16,10 @@ namespace {
 using reference::as_rows;
 using S = Shapes<ConcreteAllocator>;
 
-// Never one row of several: a lone row's half is contiguous, which torch gives to oneDNN, whose
-// GELU rounds otherwise than ATen's and makes NaN of an infinity.
+// A block never holds one row of several. A lone row's half is contiguous, so torch would give it
+// to oneDNN, whose GELU rounds differently from ATen's and turns infinity into NaN.
 Blocks blocks_of(const Tensor& all) {
-  constexpr int64_t block_bytes = 1 << 17;  // some six stay in the cache that a core has to itself
+  constexpr int64_t block_bytes = 1 << 17;  // about six blocks stay in a core's own cache
   const int64_t rows = all.size(0);
   const int64_t row_bytes = all.size(1) * static_cast<int64_t>(all.element_size());
   int64_t each = std::clamp<int64_t>(block_bytes / row_bytes, std::min<int64_t>(2, rows), rows);
@@ -27,7 +27,7 @@ Blocks blocks_of(const Tensor& all) {
   return {rows, each};
 }
 
-// Each is [rows, features]; those that are not wanted are undefined.
+// Each is [rows, features]; unwanted ones are undefined.
 struct Rows {
   Tensor grad, gate, up, grad_gate, grad_up, hidden;
 };
@@ -102,7 +102,7 @@ struct Glu : reference::Glu {
   }
 
  private:
-  // Gathers the rows that are read and written; a result of no elements is not wanted.
+  // Collects the rows that are read and written. A result of no elements is not wanted.
   static Rows rows_of(const steps::GluBackward& step, const Tensor& grad_gate,
                       const Tensor& grad_up, const Tensor& hidden) {
     const auto given = [](const Tensor& tensor) {

@@ -1,4 +1,4 @@
-// The linear operators on the CPU: oneDNN where it is quicker and as exact, else the formula.
+// The linear operators on the CPU: oneDNN if it is faster and as exact, else the formula.
 
 #include "reference/linear.h"
 #include "core/aten_activation.h"
@@ -23,7 +23,7 @@ bool takes_product(const Tensor& input, const Tensor& weight) {
 
 int64_t rows_of(const Tensor& input) { return input.numel() / input.size(-1); }
 
-// The product of the rows with the weight, in parts, the weight's packed where they are kept.
+// Multiplies rows with the weight in parts, and uses packed parts of the weight if there are any.
 void multiply_with_weight(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                           onednn::Finish finish) {
   const auto packed =
@@ -45,7 +45,7 @@ void multiply_into(Tensor result, const Tensor& left, const Tensor& right, bool 
   });
 }
 
-// gradᵀ · input, into `result`, by rows or by columns, or added to it
+// Writes gradᵀ · input into `result`, by rows or by columns, or adds it.
 void multiply_gradient_into(const Tensor& result, const Tensor& grad, const Tensor& input,
                             bool by_columns, bool adds = false) {
   if (by_columns) {
@@ -165,13 +165,13 @@ struct Linear : reference::Linear {
   }
 
  private:
-  // Tells whether the activation's gradient is computed otherwise than by the reference.
+  // Returns whether the activation's gradient is not left to the reference.
   static bool has_own_gradient(const Tensor& grad, const Tensor& saved, Activation activation) {
     const bool bits = saved_for(activation) == Saved::output && saved.scalar_type() == at::kByte;
     return bits || takes_one_pass(grad, saved, activation);
   }
 
-  // Tells whether any of its steps is done otherwise than by the reference.
+  // Returns whether any step is not left to the reference.
   static bool pays(const steps::LinearBackward& layer) {
     if (layer.input.numel() == 0 || layer.grad_output.numel() == 0) return false;
     if (layer.wanted[0] && lies_by_columns(layer.input)) return false;

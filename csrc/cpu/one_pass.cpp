@@ -11,14 +11,14 @@
 namespace fused::cpu {
 namespace {
 
-// A block's results are summed while they are in a cache, which holds three such blocks in fp32.
+// A block's results are summed while they are in the cache, which holds three such blocks in fp32.
 constexpr int64_t block_elements = 1 << 16;
-// Larger than the caches of all cores together; below, whole passes are faster.
+// More than the caches of all cores hold. For smaller tensors separate sweeps are faster.
 constexpr int64_t least_elements = 1 << 22;
 
 }  // namespace
 
-// ATen converts what it adds up in another type in a pass of its own, so that 16 bits do not pay.
+// 16 bits do not pay, because ATen converts values in a sweep of its own before it adds them up.
 bool takes_one_pass(const Tensor& grad, const Tensor& saved, Activation activation) {
   const auto type = grad.scalar_type();
   return activation != Activation::none &&

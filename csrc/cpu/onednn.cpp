@@ -23,7 +23,7 @@ using Reorder = Tensor(const Tensor&, std::optional<int64_t>);
 using Binary = Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
                       std::string_view);
 
-// MKL adds up partial sums of this many products, oneDNN all one after the other.
+// MKL adds up partial sums of this many products; oneDNN adds all products one after the other.
 constexpr int64_t longest_sum = 192;
 
 const auto& pointwise() {
@@ -49,7 +49,7 @@ bool multiplies_bf16() {
   return supported;
 }
 
-// MKL has no kernels of 512 bits for processors of other makers, and is half as quick there.
+// MKL has kernels of 512 bits for Intel's processors only, and is half as fast on others.
 bool outruns_mkl() {
 #if defined(__x86_64__) && defined(__GNUC__)
   static const bool answer =
@@ -60,7 +60,7 @@ bool outruns_mkl() {
 #endif
 }
 
-// oneDNN takes no notice of its stride.
+// oneDNN ignores the stride of the bias.
 OptionalTensor contiguous(const OptionalTensor& bias) {
   return has_value(bias) ? OptionalTensor(bias->contiguous()) : std::nullopt;
 }
@@ -75,8 +75,8 @@ bool takes_linear_gelu(const Tensor& input, const Tensor& weight, const Optional
   const bool fp32 = input.scalar_type() == at::kFloat;
   if (!fp32 && !(input.scalar_type() == at::kBFloat16 && multiplies_bf16())) return false;
   if (fp32 && weight.size(1) > longest_sum) return false;
-  // A call costs some 10 us, for which PyTorch's own BLAS does this many multiplications on each
-  // thread, and its own erf is quick; in 16 bits PyTorch itself calls oneDNN.
+  // A call costs about 10 us. In that time PyTorch's BLAS does this many multiplications on each
+  // thread, and PyTorch's erf is fast. In 16 bits PyTorch itself calls oneDNN.
   const int64_t least_work =
       fp32 ? (int64_t{activation == Activation::gelu_erf ? 2 : 1} << 20) * at::get_num_threads()
            : int64_t{1} << 15;
@@ -91,7 +91,7 @@ Tensor linear_gelu(const Tensor& input, const Tensor& weight, const OptionalTens
 }
 
 bool takes_packed_linear(const Tensor& input, const Tensor& weight) {
-  // Smaller weights are multiplied with sooner than oneDNN is called.
+  // For smaller weights the call of oneDNN takes longer than the product.
   constexpr int64_t least_weight = int64_t{1} << 14;
   return input.scalar_type() == at::kBFloat16 && input.numel() > 0 &&
          weight.numel() >= least_weight && weight.is_non_overlapping_and_dense() && pointwise() &&
@@ -104,7 +104,7 @@ Tensor packed_linear(const Tensor& input, const Tensor& packed_weight, const Opt
     return pointwise()->call(dense(input), packed_weight, contiguous(bias), "gelu", NoScalars(),
                              approximate_of(activation));
   }
-  // Its ReLU makes 0 of NaN.
+  // oneDNN's ReLU turns NaN into 0.
   const auto result = pointwise()->call(dense(input), packed_weight, contiguous(bias), "none",
                                         NoScalars(), std::nullopt);
   activate_out(result, result, activation);
@@ -118,7 +118,7 @@ bool takes_product(at::ScalarType type, int64_t rows, int64_t inner, int64_t col
   const int64_t least_rows = std::max<int64_t>(128, 64 * threads);
   constexpr int64_t least_work_per_thread = int64_t{1} << 24;
   if (rows < least_rows || rows * inner * columns < least_work_per_thread * threads) return false;
-  // Allowed less than fp32, PyTorch calls oneDNN itself.
+  // If less than fp32 is allowed, PyTorch calls oneDNN itself.
   const auto precision = internals::float32_products(at::Float32Backend::MKLDNN);
   return at::globalContext().userEnabledMkldnn() && precision != at::Float32Precision::TF32 &&
          precision != at::Float32Precision::BF16;
@@ -144,7 +144,7 @@ std::vector<Tensor> pack(std::vector<Tensor> parts, int64_t rows) {
 void product(const Tensor& left, const std::vector<Tensor>& parts, const OptionalTensor& bias,
              Finish finish) {
   const auto added = contiguous(bias);
-  // A block is one thread's own, so that its result stays in the cache and nobody waits.
+  // Each block belongs to one thread, so that its result stays in the cache and no thread waits.
   constexpr int64_t block_elements = 3 << 18, least_block = 256;
   const int64_t most = std::max(least_block, block_elements / parts[0].size(0));
   const int64_t rows = left.size(0), threads = at::get_num_threads();

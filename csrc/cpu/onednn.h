@@ -1,6 +1,6 @@
 #pragma once
 
-// oneDNN, as PyTorch offers it: what it may be asked for without breaking a promise, and the calls.
+// oneDNN by way of PyTorch: when it keeps this package's promises, and the calls.
 
 #include "core/check.h"
 
@@ -24,12 +24,12 @@ Tensor packed_linear(const Tensor& input, const Tensor& packed_weight, const Opt
 // Multiplies in fp32, in sums short enough to be as exact as PyTorch's own.
 bool takes_product(at::ScalarType type, int64_t rows, int64_t inner, int64_t columns);
 
-// Cuts right, [columns, inner], into parts of nearly one size, in whole vectors; copies them, as
-// oneDNN is slow beyond use between gaps.
+// Splits right, [columns, inner], into parts of nearly equal size, in whole vectors, and copies
+// them, because oneDNN is too slow for rows with gaps between them.
 std::vector<Tensor> parts_of(const Tensor& right);
 std::vector<Tensor> pack(std::vector<Tensor> parts, int64_t rows);
 
-// Gets rows of left's product with right in blocks that fit a cache, on any thread.
+// Computes rows of left's product with right in blocks that fit the cache. Any thread may call it.
 using Finish = c10::function_ref<void(const Tensor& rows, int64_t first)>;
 void product(const Tensor& left, const std::vector<Tensor>& parts, const OptionalTensor& bias,
              Finish finish);

@@ -13,7 +13,7 @@ namespace {
 
 using internals::identity;
 
-// A weight as it was: writing counts up the version, `.data = ` and the like give other memory.
+// Identifies a weight's values: writing counts up the version, and `.data =` changes the memory.
 class Weight {
  public:
   explicit Weight(const Tensor& weight)
@@ -34,7 +34,7 @@ class Weight {
            strides_ == weight.strides();
   }
 
-  // Fused optimizers write to what has asked for gradients, and count up no version.
+  // Fused optimizers write to trained weights without counting up the version.
   bool was_trained(const Tensor& weight) const {
     return weight.requires_grad() || accumulator_ != internals::Accumulator(weight);
   }
@@ -56,7 +56,7 @@ struct Entry {
 struct Declared {
   std::shared_mutex mutex;
   std::map<internals::Identity, Entry> entries;
-  std::atomic<size_t> count{0};  // lets a program that declares none pass without the lock
+  std::atomic<size_t> count{0};  // 0 lets calls pass without the lock
 };
 
 Declared& declared() {
@@ -64,7 +64,7 @@ Declared& declared() {
   return *it;
 }
 
-// With the lock held.
+// The caller holds the lock.
 void forget_the_dead() {
   auto& entries = declared().entries;
   std::erase_if(entries, [](const auto& item) { return !item.second.weight.is_alive(); });
@@ -113,9 +113,9 @@ Parts find(const Tensor& weight, c10::function_ref<std::vector<Tensor>()> pack) 
     was_trained = entry.weight.was_trained(weight);
     if (!was_trained && entry.parts && entry.weight.is_unchanged(weight)) return entry.parts;
   }
-  // A weight that was trained is no longer the frozen one that was declared.
+  // A weight that was trained is no longer frozen.
   if (was_trained) return drop(weight), nullptr;
-  // Looked at before it is packed: what another thread writes meanwhile is then noticed.
+  // The version is read before packing, so that a write by another thread meanwhile is noticed.
   Entry entry{Weight(weight), nullptr};
   entry.parts = std::make_shared<const std::vector<Tensor>>(pack());
   const Parts parts = entry.parts;

@@ -1,6 +1,7 @@
 #pragma once
 
-// Frozen weights in oneDNN's layout; only declared ones, as writing may leave no trace.
+// Keeps frozen weights in oneDNN's layout. The user must declare them, because some writes leave no
+// trace.
 
 #include "core/check.h"
 
@@ -12,13 +13,13 @@
 
 namespace fused::cpu::packed {
 
-// Keeps this very weight packed, until it is dropped, dies or asks for gradients. Throws, with its
-// name, where torch could not tell whether it has changed.
+// Keeps this weight packed until it is dropped, freed or asks for gradients. Throws, with its name,
+// if torch could not tell whether it has changed.
 void declare(const Tensor& weight, std::string_view name);
 
 bool drop(const Tensor& weight);
 
-// Gives what `pack` made of this weight as it is now; null for one that was not declared.
+// Returns the result of `pack` for this weight as it is now; null if it was not declared.
 using Parts = std::shared_ptr<const std::vector<Tensor>>;
 Parts find(const Tensor& weight, c10::function_ref<std::vector<Tensor>()> pack);
 

@@ -18,14 +18,14 @@ bool passes(T output) {
   return !(output <= 0);
 }
 
-// -inf and all numbers below 0 are below -1023 as integers, every NaN is above, of which compilers
-// make vectors without the processor's help.
+// As integers, -inf and all numbers below 0 are below -1023, and every NaN is above. Compilers turn
+// such comparisons into vector instructions on every processor.
 bool passes(c10::Half output) {
   const auto bits = static_cast<int16_t>(output.x);
   return bits > static_cast<int16_t>(0xfc00) && bits != 0;
 }
 
-// In two loops, of which compilers make vectors.
+// Two loops, because compilers vectorise these.
 template <typename T>
 void write_group(const T* output, int64_t count, uint8_t* mask) {
   uint8_t passing[group] = {};
@@ -37,7 +37,8 @@ void write_group(const T* output, int64_t count, uint8_t* mask) {
   }
 }
 
-// A gradient is moved or not: T is an integer of its size. Compilers make vectors of two loops.
+// Copies a gradient or writes 0. T is an integer of the gradient's size. Two loops, because
+// compilers vectorise these.
 template <typename T>
 void apply_group(T* dz, const T* grad, int64_t count, const uint8_t* mask) {
   T kept[group];
@@ -47,7 +48,8 @@ void apply_group(T* dz, const T* grad, int64_t count, const uint8_t* mask) {
   for (int64_t i = 0; i < count; ++i) dz[i] = grad[i] & kept[i];
 }
 
-// fn(first element, their count, first byte of the mask) for every group of contiguous rows.
+// Calls fn(first element, number of elements, first byte of the mask) for each group of contiguous
+// rows.
 template <typename Fn>
 void for_groups(int64_t rows, int64_t features, const Fn& fn) {
   const int64_t groups_per_row = (features + group - 1) / group;

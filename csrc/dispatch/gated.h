@@ -9,8 +9,8 @@
 
 namespace fused::dispatch {
 
-// Tells whether there may be a kernel for the whole layer. The operator around the steps costs more
-// than few tokens take; one that is traced may be run with more.
+// Returns whether a kernel may do the whole layer. With few tokens the operator for the whole layer
+// costs more than it saves. A traced call may be run with more tokens later.
 inline bool may_be_whole(const Tensor& input) {
   if (at::isTensorSubclassLike(input)) return true;
   if (is_batch_invariant()) return input.is_cuda();  // the kernel rounds less often than the steps
@@ -36,15 +36,15 @@ inline Triple whole_or_in_steps(const gated::Layer& layer, Activation activation
   return {std::move(hidden), std::move(gate_z), layer.is_stacked() ? Tensor() : std::move(up_z)};
 }
 
-// `joined` is a view of gate, so autograd, which may run below vmap, would send both gradients to
-// gate: tensors that autograd follows are never joined.
+// Tensors that autograd follows are never joined: `joined` is a view of gate, so autograd, which
+// may run below vmap, would send both gradients to gate.
 inline bool is_followed(const OptionalTensor& tensor) {
   return has_value(tensor) &&
          ((at::GradMode::is_enabled() && tensor->requires_grad()) || has_tangent(*tensor));
 }
 
-// Gives the layer and its pre-activations, undefined where they are not kept; both are gate's, [*,
-// 2 hidden], where the weights are one piece of memory and it may join them.
+// Computes the layer and its pre-activations, undefined if they are not kept. If the weights are
+// one piece of memory and may be joined, the first one holds both pre-activations, [*, 2 hidden].
 inline Triple gated_forward(const gated::Layer& layer, Activation activation, bool keeps,
                             bool may_join) {
   const auto& [input, gate, up, gate_bias, up_bias] = layer;

@@ -1,7 +1,7 @@
 #pragma once
 
-// The gated layers' kernels, as the dispatcher calls them. A backend has the passes of
-// reference::GluFormula, and may have linear_glu, both products and the first pass of some layers.
+// The gated layers' kernels, as the dispatcher calls them. A backend has the functions of
+// reference::GluFormula, and may have linear_glu, which does both products and act(gate) ⊙ up.
 
 #include "core/explain.h"
 #include "core/policy.h"

@@ -1,7 +1,7 @@
 #pragma once
 
-// The linear operators' kernels, as the dispatcher calls them. A backend has reference::Linear's
-// functions, and forward_bits if forward and relu_mask can be one.
+// The linear operators' kernels, as the dispatcher calls them. A backend has the functions of
+// reference::Linear, and forward_bits if one kernel can do forward and relu_mask.
 
 #include "core/activation.h"
 #include "core/check.h"

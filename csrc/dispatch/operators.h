@@ -1,7 +1,7 @@
 #pragma once
 
-// The operators, a row each, of which schemas, typed calls, kernels of every key (put), autocast,
-// what tensors of Python classes get and calls from eager Python are made.
+// The operators, a row each. Schemas, typed calls, kernels for every dispatch key (put), autocast,
+// kernels for tensor subclasses and calls from eager Python are made from the rows.
 
 #include "core/activation.h"
 #include "core/check.h"
@@ -37,7 +37,7 @@ constexpr auto operator+(const Text<a>& left, const Text<b>& right) {
   return both;
 }
 
-// A text of a public schema, which becomes what a kernel takes for it.
+// An argument that is text in a public schema, and converts to the type that a kernel takes.
 struct Word {
   const char* op;
   std::string_view text;
@@ -47,7 +47,7 @@ struct Word {
   operator Memory() const { return parse_memory(op, text); }                 // NOLINT
 };
 
-// A number of a step's schema: its activation.
+// An argument that is a number in a step's schema, and converts to the activation.
 struct Number {
   const char* op;
   int64_t given;
@@ -89,8 +89,7 @@ struct Operator<schema_, Result(Args...)> {
   }
   static Result call(Args... args) { return handle().call(args...); }
 
-  // Makes a function of values, and of structs for what belongs together, one of the schema's
-  // arguments.
+  // Adapts a function whose parameters are grouped in structs to the schema's flat arguments.
   template <auto fn>
   static Result flat(Args... args) {
     return fn(parsed(args)...);
@@ -107,7 +106,7 @@ struct Operator<schema_, Result(Args...)> {
 
 // ---- what users call ---------------------------------------------------------------------------
 
-// A backward recomputes what it can with the memory 'low'.
+// With memory 'low' a backward recomputes what it can.
 struct Linear : Operator<"linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor",
                          decltype(fused::linear)> {
   FUSED_KERNEL(layer);
@@ -209,7 +208,8 @@ struct IfForeign<Op, Tensor(Args...)>
 // A step takes the activation as its number: the text of a public schema is parsed once, where the
 // call begins.
 
-// Gives what the backward needs besides: ReLU's bit mask, else the pre-activation.
+// The second result is the tensor that the backward needs: ReLU's bit mask, else the
+// pre-activation.
 struct LinearAux : Operator<
                        "_linear_aux(Tensor input, Tensor weight, Tensor? bias, "
                        "int activation) -> (Tensor output, Tensor saved)",
@@ -303,8 +303,8 @@ struct Glu : Operator<"_glu(Tensor gate, Tensor? up, int activation) -> Tensor",
   FUSED_STEP(glu);
 };
 
-// Its gradients, their column sums and the result again; with the weight of the layer after it
-// grad_output is of that layer's output.
+// The gradients of gate and up, their column sums, and the result again. If the weight of the next
+// layer is given, grad_output is the gradient of that layer's output.
 struct GluBackward
     : Operator<
           "_glu_backward(Tensor grad_output, Tensor gate, Tensor? up, int activation, "
@@ -330,21 +330,22 @@ using LinearSteps = std::tuple<LinearAux, ReluMask, LinearReluBits, ActivationBa
 using GatedSteps = std::tuple<LinearGluAux, Glu, GluBackward>;
 using Steps = decltype(std::tuple_cat(LinearSteps(), GatedSteps()));
 
-// The results of each layer of a small network, and the pre-activations of the hidden ones where
-// act' is read from them, where one launch on a GPU makes all; else nothing.
+// The results of each layer of a small network, and the pre-activations of hidden layers if act' is
+// read from them. Empty unless one launch on a GPU computes all.
 using MlpInOne = Operator<
     "_mlp_in_one(Tensor input, Tensor[] weights, Tensor?[] biases, int activation) -> Tensor[]",
     std::vector<Tensor>(const Tensor&, at::TensorList, const c10::List<OptionalTensor>&, int64_t)>;
 
-// The weight's gradient in a compiled backward; zeros where it has been added to what is there, as
-// found when the graph runs. Not to what the graph reads, whose storages' addresses are given.
+// The weight's gradient in a compiled backward. When the graph runs, the product may add it to the
+// existing gradient, and the result is zeros. It is never added to memory that the graph reads:
+// `storages` holds the addresses.
 using AccumulatedWeightGradient = Operator<
     "_accumulated_weight_gradient(Tensor grad_output, Tensor input, Tensor weight, "
     "ScalarType dtype, Tensor? storages=None) -> Tensor",
     Tensor(const Tensor&, const Tensor&, const Tensor&, at::ScalarType, const OptionalTensor&)>;
 
-// A layer of each member of an ensemble, as vmap makes it (reference::LinearFormula); saved where
-// act' is read from it, or [0]. Its backward is LinearBackward's.
+// A layer of each member of an ensemble, as vmap makes it (reference::LinearFormula). The second
+// result is the tensor that act' is read from, or [0]. Its backward is LinearBackward.
 using EnsembleLinear = Operator<
     "_ensemble_linear(Tensor input, Tensor weight, Tensor? bias, int activation) -> "
     "(Tensor output, Tensor saved)",
@@ -352,10 +353,10 @@ using EnsembleLinear = Operator<
 
 // ---- what Python does --------------------------------------------------------------------------
 
-// Tells of a tensor of torch.distributed's, of which this process holds a part.
+// Returns whether it is a DTensor, of which this process holds a part.
 using IsSharded = Operator<"_is_sharded(Tensor tensor) -> bool", bool(const Tensor&)>;
 
-// Gives a weight's `main_grad`, or is told, `added`, that a gradient has been added to it.
+// Returns a weight's `main_grad`, or with `added` notes that a gradient has been added to it.
 using MainGrad = Operator<"_main_grad(Tensor weight, bool added) -> Tensor?",
                           OptionalTensor(const Tensor&, bool)>;
 
@@ -369,10 +370,9 @@ auto by_python(const Args&... args) {
                                          : Result();
 }
 
-// ---- schemas and kernels
-// -------------------------------------------------------------------------
+// ---- schemas and kernels -----------------------------------------------------------------------
 
-// Inductor hands the arguments over in the strides they were traced with.
+// Inductor must pass arguments with the strides that they had when they were traced.
 inline const std::vector<at::Tag>& tags() {
   static const std::vector both{at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides};
   return both;
@@ -383,7 +383,7 @@ void for_each_row(const Fn& fn) {
   std::apply([&fn](const auto&... rows) { (fn(rows), ...); }, List());
 }
 
-// Puts the schemas of what users call, in lists of rows, and of what nodes call into a library.
+// Defines the schemas of public operators, given as lists of rows, and of steps in a library.
 template <class Public, class Steps>
 void define(torch::Library& m) {
   for_each_row<Public>([&m](auto row) { m.def(decltype(row)::schema, tags()); });

@@ -1,8 +1,9 @@
-// The operators for Python in eager mode without the overloads and boxes of torch.ops, for which a
-// small layer does not take as long.
+// The operators for eager Python without the overloads and boxes of torch.ops, which take longer
+// than a small layer.
 //
-// The answer to subclasses of tensors, and where a mode wants to see the call, is None: the caller
-// then goes through torch.ops. A library of its own, as the operators' knows no Python.
+// For subclasses of tensors, and if a mode wants to see the call, the result is None, and the
+// caller goes through torch.ops. This is a library of its own, because the operators' library has
+// no Python.
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/List.h>
@@ -27,7 +28,7 @@ struct Argument;
 template <>
 struct Argument<Tensor> {
   static bool fits(PyObject* object) { return THPVariable_CheckExact(object); }
-  // Owned, so that torch.utils.swap_tensors sees while the GIL is released that it is in use.
+  // Owns the tensor, so that torch.utils.swap_tensors sees that it is in use without the GIL.
   static Tensor take(PyObject* object) { return THPVariable_Unpack(object); }
 };
 
@@ -81,7 +82,7 @@ struct Argument<c10::List<OptionalTensor>>
 template <>
 struct Argument<c10::SymIntArrayRef> : ListArgument<c10::SymInt, std::vector<c10::SymInt>> {};
 
-// An operator for Python, which gives all arguments by position.
+// An operator for Python, with all arguments by position.
 template <typename Op, typename Signature = typename Op::Signature>
 struct Function;
 

@@ -14,8 +14,8 @@ PyCFunction as_method(F* function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
-// Runs an operator without the GIL. The caller owns the tensors, as another thread may exchange a
-// layer's parameters meanwhile.
+// Runs an operator without the GIL. The caller must own the tensors, because another thread may
+// replace a layer's parameters meanwhile.
 template <typename Op, typename... Args>
 PyObject* run_operator(const Args&... args) {
   Tensor result;

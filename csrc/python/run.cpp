@@ -159,7 +159,8 @@ class Calls {
     return calls_[i].function == nullptr && !is_conv(calls_[i].layer);
   }
 
-  // How many layers from this one on become `mlp`: of one activation, but the last without.
+  // Returns how many layers from this one on become `mlp`: layers with one activation, then one
+  // without.
   size_t chain_from(size_t first) const {
     if (!may_join(first) || calls_[first].kind.empty()) return 1;
     if (torch::jit::tracer::isTracing()) return 1;  // which cannot record a list of optionals
