@@ -172,7 +172,7 @@ def test_a_number_is_asked_for():
 
 
 def test_addresses_that_are_none(device):
-    """Of storages, which the accumulation of a compiled graph's gradients reads."""
+    """Storages, which the accumulation of a compiled graph's gradients reads."""
     x, w, g = (torch.ones(shape, device=device) for shape in (X, W, G))
     step = fused._accumulated_weight_gradient
     step(g, x, w, torch.float32, torch.zeros(2, dtype=torch.int64))
