@@ -19,7 +19,7 @@ static_assert(std::size(activation_names) == std::size(activations));
 inline const char* name(Activation activation) {
   return activation_names[static_cast<size_t>(activation)];
 }
-// An argument of private operators, which activation_of (core/check.h) reads.
+// The activation's number, an argument of private operators; activation_of (core/check.h) reads it.
 inline int64_t number(Activation activation) { return static_cast<int64_t>(activation); }
 
 // torch.nn.functional.gelu's argument; nullptr for what is no GELU.

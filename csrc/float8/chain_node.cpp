@@ -1,6 +1,6 @@
-// A chain of layers in FP8. Forward: cast, multiply, and the activation with the next layer's cast
-// in one pass. Backward, from the last layer down: act' with its cast and the bias's sum in one
-// pass, then the weight's gradient and the gradient of what the layer was given.
+// A chain of layers in FP8. The forward casts and multiplies; one step does the activation and the
+// next layer's cast. The backward goes from the last layer down; one step does act', its cast and
+// the bias's gradient, then come the gradients of the weight and of the layer's input.
 
 #include "autograd/nodes.h"
 #include "core/aten_activation.h"
@@ -16,12 +16,12 @@
 namespace fused::float8 {
 namespace {
 
-// The tensors that are kept of each layer, undefined where no gradient is made of them.
+// The saved tensors of each layer; undefined if no gradient needs them.
 struct Layer {
-  // Its input: columns, or the scale where the backward makes them again from the z below.
+  // The input: its columns, or the scale if the backward computes them again from the z below.
   Tensor input, inverse_input, scale_input;
   Tensor weight, inverse_weight;  // columns and scale
-  Tensor z;                       // what act' is read from: z itself, or of ReLU the bit mask
+  Tensor z;                       // act' is read from it: z itself, or ReLU's bit mask
 };
 constexpr size_t per_layer = 6;
 constexpr size_t z_index = 5;
@@ -89,14 +89,14 @@ class Backward {
     return activation_backward(grad, kept(last).z, form_.activation, wants_bias(last)).first;
   }
 
-  // -> the gradient of what the layer was given
+  // Returns the gradient of the layer's input.
   Tensor through(size_t i, const Cast& dz) const {
     const auto layer = kept(i);
     return input_gradient(dz, {{}, layer.weight, layer.inverse_weight}, form_.dtype);
   }
 
-  // Puts the weight's gradient. -> dz of the layer below, by a pass that also makes the columns of
-  // this layer's input again, where they were not kept.
+  // Computes the weight's gradient and returns dz of the layer below. One step computes dz, and the
+  // columns of this layer's input again if they were not saved.
   GradientCast step_down(size_t i, Cast dz) {
     const auto layer = kept(i);
     const auto below = through(i, dz);
@@ -110,7 +110,7 @@ class Backward {
     return std::move(next);
   }
 
-  // The columns of what a layer was given where the gradient goes no further down.
+  // Returns the columns of a layer's input if the gradient goes no further down.
   Tensor hidden(size_t i) const {
     if (!wants_weight(i)) return {};
     return activation(kept(i - 1).z, form_.activation, /*columns=*/true).cast.columns;
@@ -141,7 +141,7 @@ bool activates(const Chain& chain, size_t layer) {
   return layer + 1 < chain.all_weights.size() || chain.activates_last;
 }
 
-// The forward, which fills what the node keeps of each layer if there is a node.
+// Runs the forward, and fills each layer's saved tensors if there is a node.
 class Forward {
  public:
   Forward(const Chain& chain, std::vector<Layer>* kept)
@@ -172,7 +172,7 @@ class Forward {
     if (!scale.defined()) layer.input = x.columns;
   }
 
-  // z of a layer, of which is kept what the gradients below it are made of.
+  // Returns a layer's z, and saves the tensor that act' is read from if a gradient needs it.
   Tensor product(size_t i, const Cast& x) {
     const auto& weight = chain_.all_weights[i];
     const auto w = cast(weight, below_);
@@ -187,10 +187,10 @@ class Forward {
     return z;
   }
 
-  // The input of the layer after this one.
+  // Returns the cast input of the next layer.
   Cast activated(size_t i, const Cast& x) {
     const auto z = product(i, x);
-    // The backward makes the columns again from z, where it reads that anyway.
+    // The backward computes the columns again from z if it reads z in any case.
     const bool again = below_ && chain_.activation != Activation::relu;
     auto made = activation(z, chain_.activation, trains(i + 1) && !again);
     if (trains(i + 1)) keep_input(i + 1, made.cast, again ? made.scale : Tensor());

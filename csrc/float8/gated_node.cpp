@@ -1,5 +1,5 @@
-// A gated layer in FP8 and the layer after it. Weights that are two tensors have two scales, as two
-// layers of torchao's have, and so do the gradients of their products; a stacked weight has one.
+// A gated layer in FP8 and the layer after it. Two weights have two scales, like two layers of
+// torchao's, and so have the gradients of their products. A stacked weight has one scale.
 
 #include "core/explain.h"
 #include "core/gated.h"
@@ -24,7 +24,8 @@ enum Edges {
   all_edges
 };
 
-// Columns and scales of casts, and the pre-activations; undefined where no gradient is made of it.
+// The saved tensors: columns and scales of casts, and the pre-activations. Each is undefined if no
+// gradient needs it.
 enum Indices {
   input_index,
   inverse_input,
@@ -32,7 +33,7 @@ enum Indices {
   inverse_gate,
   up_index,
   inverse_up,
-  hidden_index,  // undefined where the backward makes them again, by the scale
+  hidden_index,  // undefined if the backward computes the columns again by the scale
   inverse_hidden,
   scale_hidden,
   down_index,
@@ -98,7 +99,7 @@ class Backward {
     for (size_t k = first; k < last; ++k) work_.done_with(work_.kept[k], k);
   }
 
-  // The columns of what goes into the layer `down`, where no gradient goes further.
+  // Returns the columns of down's input if no gradient goes further.
   Tensor hidden() const {
     if (work_.kept[hidden_index].defined()) return work_.kept[hidden_index];
     const auto [gate_z, up_z] = preactivations();
@@ -110,8 +111,8 @@ class Backward {
     result_[down_edge] = weight_gradient(dy, input, form_.dtype);
   }
 
-  // -> the casts of the gradients of gate and up, by a pass that also makes the columns of what
-  // goes into `down` again.
+  // Returns the casts of the gradients of gate and up. The same step computes the columns of down's
+  // input again.
   std::pair<GradientCast, GradientCast> through_gating(Cast dy) {
     const auto grad_hidden = input_gradient(dy, columns_of(work_.kept, down_index), form_.dtype);
     dy.rows.reset();
@@ -131,7 +132,7 @@ class Backward {
     return form_.is_stacked ? gated::halves(gate_z) : std::pair(gate_z, work_.kept[up_z_index]);
   }
 
-  // Puts the gradients of a weight and its bias. -> that of the input, with `add`
+  // Computes the gradients of a weight and its bias. Returns the input's gradient plus `add`.
   Tensor through(const GradientCast& dz, Edges weight, Edges bias, Indices columns,
                  const Tensor& add) {
     if (wants(bias)) result_[bias] = dz.sum;
@@ -154,13 +155,14 @@ variable_list Form::backward(Work work, const Tensor& grad) const {
 
 // ---- the forward -------------------------------------------------------------------------------
 
-// Fills what the node keeps, if there is a node.
+// Runs the forward, and fills the saved tensors if there is a node.
 Tensor run(const Gated& block, Tensors* kept) {
   const auto dtype = block.input.scalar_type();
   const auto wants = [&](const auto& tensor) { return kept != nullptr && requires_grad(tensor); };
   const bool wants_input = wants(block.input), wants_down = wants(block.down);
   const bool wants_weight = wants(block.gate) || wants(block.up);
-  // The gradient goes below `down`, and is made of z. So are the columns of what `down` is given.
+  // If a gradient goes below `down`, it needs z, and the columns of down's input follow from z,
+  // too.
   const bool keeps_z =
       wants_input || wants_weight || wants(block.gate_bias) || wants(block.up_bias);
 

@@ -36,8 +36,8 @@ class Versions {
   std::vector<Seen> seen_;
 };
 
-// Saves FP8 copies and what the activations' derivatives are read from. `Form` is what does not
-// change from call to call, with `op`, and static `backward(Work, Form, grad)` and `traits()`.
+// Saves FP8 copies and the tensors that activations' derivatives are read from. `Form` holds a
+// node's constants, has `op`, and computes `backward(Work, grad)` and `traits()`.
 template <class Form>
 class BlockNode final : public Node {
  public:
@@ -77,7 +77,7 @@ class BlockNode final : public Node {
   Versions versions_;
 };
 
-// The backward's own backward raises, where somebody asks for it (create_graph).
+// Returns the gradients with a node whose backward raises, for create_graph.
 variable_list differentiable_once(const char* op, variable_list gradients, const Tensor& grad,
                                   const torch::autograd::edge_list& edges);
 
@@ -95,7 +95,7 @@ variable_list BlockNode<Form>::run(Work work, const Form& form, const Tensor& gr
   return differentiable_once(form.op, std::move(result), grad, edges);
 }
 
-// Puts a node with these saved tensors behind the output of a block.
+// Makes a node with these saved tensors the output's grad_fn.
 template <class Form>
 void record(const Tensor& output, const std::vector<OptionalTensor>& inputs, const Form& form,
             const variable_list& kept, Versions versions) {
@@ -107,7 +107,7 @@ void record(const Tensor& output, const std::vector<OptionalTensor>& inputs, con
   autograd::announce(node);
 }
 
-// [*, features] of the gradient of `grad`'s rows.
+// Returns the rows as [*, features] with grad's leading dimensions.
 Tensor like_rows_of(const Tensor& grad, const Tensor& rows);
 
 }  // namespace fused::float8

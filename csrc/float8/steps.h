@@ -1,6 +1,6 @@
 #pragma once
 
-// The steps with names for what they give.
+// The steps, with names for their results.
 
 #include "float8/operators.h"
 
@@ -12,7 +12,7 @@ struct Cast {
   Tensor rows, columns, inverse;  // [M, N], [N, M] or [0], []
 };
 
-// A cast that the backward can make again by its scale.
+// A cast that the backward can compute again by its scale.
 struct HiddenCast {
   Cast cast;
   Tensor scale;
@@ -39,7 +39,7 @@ inline HiddenCast activation(const Tensor& z, Activation activation, bool column
   return {{std::move(rows), std::move(transposed), std::move(inverse)}, std::move(scale)};
 }
 
-// With a scale also the columns of act(z).
+// With a scale, the second result holds the columns of act(z).
 inline std::pair<GradientCast, Tensor> activation_backward(const Tensor& grad, const Tensor& z,
                                                            Activation activation, bool sums,
                                                            const OptionalTensor& scale = {}) {
@@ -71,7 +71,7 @@ inline GatingGradients gating_backward(const Tensor& grad, const Tensor& gate, c
           hidden};
 }
 
-// Nothing is called where nothing is to be done, as no operator below autograd may return its
+// Calls no operator if the dtype is right, because no operator below autograd may return its
 // argument.
 inline Tensor in_dtype(const Tensor& tensor, at::ScalarType dtype) {
   return tensor.scalar_type() == dtype ? tensor : tensor.to(dtype);

@@ -1,4 +1,4 @@
-// Casts of what is: tensors and gradients, an activation, and its gradient.
+// Casts of tensors and gradients, and of activations.
 
 #include "cuda/float8/cast.cuh"
 

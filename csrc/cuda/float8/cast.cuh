@@ -11,7 +11,8 @@
 
 #include <algorithm>
 
-// Whose instructions convert to FP8. Kernels for older GPUs are empty, and never launched.
+// True for architectures with instructions that convert to FP8. Kernels for older GPUs are empty,
+// and are never launched.
 #define FUSED_FLOAT8_ARCH 890
 
 namespace fused::cuda::float8 {
@@ -32,7 +33,7 @@ template <typename Source>
 constexpr int rows_in_flight =
     (Source::operands == 3 ? 2 : 4) / (int{sizeof(typename Source::T)} / 2);
 
-// Narrow matrices get narrow blocks: fewer chunks, whose sums are added up afterwards.
+// Narrow matrices get narrow blocks, so that there are fewer chunks whose sums must be added up.
 inline Walk walk_of(const Size& size) {
   const int64_t vectors = (size.cols + width - 1) / width;
   const int wide = vectors <= 256 ? 8 : vectors <= 1024 ? 16 : 32;
@@ -79,7 +80,7 @@ __device__ inline float largest_in_warp(float value) {
   return value;
 }
 
-// The largest of all threads' values, for all threads. `shared` holds a number for each warp.
+// Returns the largest of all threads' values to all threads. `shared` holds a number for each warp.
 template <int warps>
 __device__ float largest_in_block(float value, float* shared, int thread) {
   value = largest_in_warp(value);
@@ -91,8 +92,8 @@ __device__ float largest_in_block(float value, float* shared, int thread) {
   return value;
 }
 
-// The rows are walked from top to bottom by all chunks side by side, so that the second kernel,
-// which goes up, finds the last of them in the cache.
+// All chunks walk down the rows side by side, so that the second kernel, which goes up, finds the
+// last rows in the cache.
 template <typename Source, bool sums>
 __global__ void __launch_bounds__(maximum_threads, Source::operands == 1 ? maximum_blocks : 3)
     maximum_kernel(Source source, int64_t rows, int64_t cols, Scratch scratch) {
@@ -155,15 +156,16 @@ __global__ void __launch_bounds__(maximum_threads, Source::operands == 1 ? maxim
 
 constexpr int cast_threads = 128;
 
-// As above; many, in not too many registers.
+// Rows that a thread of the second kernel loads before it uses the first: many, but within its
+// registers.
 template <typename Source>
 constexpr int rows_of_a_load = std::max(4, (Source::operands == 1   ? 16
                                             : Source::operands == 2 ? 8
                                                                     : 4) /
                                                (int{sizeof(typename Source::T)} / 2));
 
-// Without a bound the compiler widens all that has been loaded at once. `made` is the number of
-// results, and of what is made again.
+// Without a bound the compiler converts all loaded values at once, which takes more registers.
+// `made` is the number of results, values computed again included.
 template <typename Source, int made>
 constexpr int cast_blocks = made == 1                         ? 5
                             : sizeof(typename Source::T) == 2 ? 6 - made
@@ -173,7 +175,8 @@ constexpr int cast_blocks = made == 1                         ? 5
 template <__nv_fp8_interpretation_t kind>
 constexpr double top = kind == __NV_E4M3 ? 448.0 : 57344.0;
 
-// As torchao: in fp64, where a number divided by a tensor is its reciprocal times the number.
+// Returns the scale as torchao computes it: in fp64, as a number times a reciprocal, which is how
+// torch divides a number by a tensor.
 template <__nv_fp8_interpretation_t kind>
 __device__ float scale_of(float amax) {
   constexpr double least = 1e-12;
@@ -181,7 +184,7 @@ __device__ float scale_of(float amax) {
   return static_cast<float>(__dmul_rn(__drcp_rn(bounded), top<kind>));
 }
 
-// Four numbers to four bytes: to nearest even, beyond the largest number to it, NaN to NaN.
+// Converts four numbers to four bytes: to nearest even, saturating, and NaN to NaN.
 template <__nv_fp8_interpretation_t kind>
 __device__ uint32_t to_bytes(const float* values, float scale) {
   const auto low = make_float2(values[0] * scale, values[1] * scale);
@@ -206,8 +209,8 @@ struct Targets {
   Target of[results];
 };
 
-// A thread casts 16 rows of eight columns, and transposes them in its registers; `again`, the
-// hidden values' too.
+// A thread casts 16 rows of eight columns, and transposes them in its registers; with `again` the
+// hidden values, too.
 template <typename Source, __nv_fp8_interpretation_t kind, bool again = false>
 __global__ void __launch_bounds__(cast_threads, cast_blocks<Source, Source::results + again>)
     cast_kernel(Source source, int64_t rows, int64_t cols, int tiles_across, bool together,
@@ -252,7 +255,7 @@ __global__ void __launch_bounds__(cast_threads, cast_blocks<Source, Source::resu
       *targets.of[r].inverse_scale = __frcp_rn(scale[r]);
       if (targets.of[r].scale != nullptr) *targets.of[r].scale = scale[r];
     }
-    // The last tiles, which are the first to run, are one for each of the columns.
+    // Each column has one of the last tiles, which run first.
     if (blockIdx.x < tiles_across && targets.of[r].sums != nullptr) {
       add_up<T>(scratch.partials + int64_t{r} * scratch.chunks * cols, scratch.chunks, cols,
                 first_col, targets.of[r].sums);

@@ -77,14 +77,14 @@ auto& thread_products() {
 
 // --- choosing ------------------------------------------------------------------------------------
 
-// Tells whether the results agree as far as sums in another order do.
+// Returns whether the results agree as closely as sums in another order do.
 bool agree(const Tensor& result, const Tensor& expected) {
   constexpr double tolerance = 0.02;
   const auto difference = at::norm(result.to(at::kFloat).sub_(expected)).item<double>();
   return !(difference > tolerance * at::norm(expected).item<double>());  // NaN is no reason
 }
 
-// Times the algorithms on the call's own operands; the first is the heuristic's own choice.
+// Times the algorithms on the call's own operands. The first is the heuristic's choice.
 Algorithm fastest(const ProductShape& shape, Product& product, const ProductOperands& operands,
                   const std::vector<Algorithm>& candidates, const Tensor& result) {
   const auto& device = device_of(shape.device);
@@ -183,7 +183,7 @@ bool run_fastest(const ProductShape& shape, const ProductOperands& operands, con
   return run(shape, it->second.product, it->second.algorithm, operands);
 }
 
-// The library wants 16 bytes.
+// The library needs an alignment of 16 bytes.
 Tensor aligned(const Tensor& tensor) {
   return gemm::is_aligned(tensor.data_ptr()) ? tensor : tensor.clone();
 }

@@ -16,7 +16,7 @@ struct Call {
   bool fast;
 };
 
-// Nothing where the library has no algorithm for it.
+// Returns nullopt if the library has no algorithm for it.
 std::optional<Tensor> multiply(const Call& call);
 
 }  // namespace fused::cuda::float8

@@ -1,6 +1,6 @@
 #pragma once
 
-// A product of FP8 matrices by cuBLASLt, and nothing of torch.
+// A product of FP8 matrices by cuBLASLt, without torch.
 
 #include "cuda/runtime/cublaslt.h"
 #include "gemm/problem.h"
@@ -42,7 +42,7 @@ class Product {
   std::vector<gemm::Algorithm> algorithms(cublasLtHandle_t handle, const ProductOperands& operands,
                                           int most);
 
-  // Tells whether the library took it.
+  // Returns whether the library ran it.
   bool run(cublasLtHandle_t handle, const gemm::Algorithm& algorithm,
            const ProductOperands& operands, void* workspace, cudaStream_t stream);
 

@@ -40,7 +40,7 @@ __device__ float2 widen_pair(uint32_t pair) {
   if constexpr (std::is_same_v<T, __half>) {
     return __half22float2(*reinterpret_cast<const __half2*>(&pair));
   } else {
-    // As words: the compiler would keep each half of what is loaded in a register of its own.
+    // Loads words, because the compiler would keep each 16-bit half in a register of its own.
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000));
   }
 }
@@ -98,7 +98,7 @@ struct Plain {
   __device__ static void values(const Raw& raw, float (&to)[1][width]) { widen<T>(raw, to[0]); }
 };
 
-// act(z) as a tensor in between would have it.
+// act(z), rounded to the tensor's type.
 template <typename T, Activation activation>
 __device__ void activated(const Eight<T>& z, float (&to)[width]) {
   widen<T>(z, to);

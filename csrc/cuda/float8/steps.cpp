@@ -21,7 +21,7 @@ using fused::float8::Nonuple, fused::float8::Reference;
 
 constexpr int least_arch = 89, most_devices = 64;  // device_of refuses more
 
-// Why there are no FP8 kernels for the device, or nullptr.
+// Says why there are no FP8 kernels for the device; nullptr if there are.
 const char* objection(int device) {
   static std::array<std::atomic<int>, most_devices> answers;  // 0: not asked
   auto& answer = answers[device];
@@ -35,7 +35,7 @@ const char* objection(int device) {
   return answer == 2 ? nullptr : "this build has no FP8 code for the GPU";
 }
 
-// A matrix as the kernels read it, and what keeps it alive.
+// A matrix as the kernels read it, and the tensor that keeps it alive.
 struct Operand {
   Tensor tensor;
   Values values;
@@ -89,7 +89,7 @@ Size size_of(const Tensor& matrix) {
           properties->multiProcessorCount};
 }
 
-// The hidden values that the backward makes again: their scale, and their columns or [0].
+// The hidden values that the backward computes again: their scale, and their columns or [0].
 struct Again {
   OptionalTensor scale;
   Tensor columns;
@@ -192,7 +192,7 @@ struct Cuda {
   }
 
  private:
-  // The cast of what the backward can make again, by its scale.
+  // Casts values that the backward can compute again by their scale.
   template <typename Fn>
   static Quadruple with_scale(const Tensor& like, bool columns, const Fn& run) {
     const Result result(like, at::kFloat8_e4m3fn, /*wants_sums=*/false, columns);

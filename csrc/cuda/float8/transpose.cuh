@@ -37,7 +37,7 @@ __host__ __device__ inline uint32_t permute(uint32_t low, uint32_t high, uint32_
 #endif
 }
 
-// Rows of four bytes to columns of four bytes.
+// Transposes rows of four bytes.
 __host__ __device__ inline void transpose_bytes(uint32_t (&words)[4]) {
   const uint32_t first = permute(words[0], words[1], 0x5140);
   const uint32_t second = permute(words[0], words[1], 0x7362);

@@ -27,7 +27,7 @@ bool takes_small(PassCall& call, const Tensor& like) {
   return !gemm::objection(p, *gemm::find_strategy(p.pass, "small"), available(p));
 }
 
-// The chain reads the layers, which must outlive it.
+// Describes a chain, which reads the layers: they must outlive it.
 PassCall as_chain(const std::vector<PassCall>& layers) {
   PassCall chain = layers[0];
   static_assert(kernels::SmallNetwork::most_layers == sizeof(chain.problem.further) / 8 + 1);
@@ -39,7 +39,7 @@ PassCall as_chain(const std::vector<PassCall>& layers) {
   return chain;
 }
 
-// The matrix of the first of [members, rows, cols], and how far the next one's is.
+// The first member's matrix of [members, rows, cols], and the distance to the next one's.
 struct Stacked {
   Tensor tensor;  // keeps it alive
   Matrix first;
@@ -103,7 +103,7 @@ std::vector<Tensor> mlp_in_one(const Tensor& input, at::TensorList weights,
   auto left = rows_of(input);
   for (size_t i = 0; i < count; ++i) {
     const auto right = rows_of(weights[i]);
-    // A chain's key tells of the first layer alone whether there is a bias.
+    // A chain's key holds only whether the first layer has a bias.
     const bool is_alike = has_value(biases.get(i)) == has_value(biases.get(0));
     if (!is_alike || left.copy.defined() || right.copy.defined() ||
         right.matrix.rows > gemm::small::most_features) {
@@ -161,7 +161,7 @@ Triple ensemble_backward(const steps::LinearBackward& layer) {
   auto grad_input = S::grad_input(layer.input, wanted[0]);
   auto grad_weight = wanted[1] ? empty(layer.weight.sizes(), dz) : S::unwanted(dz);
   auto grad_bias = wanted[2] ? empty({dz.size(0), dz.size(2)}, dz) : S::unwanted(dz);
-  bool is_whole = wanted[1] || !wanted[2];  // the bias's comes with that of the weight
+  bool is_whole = wanted[1] || !wanted[2];  // the bias's gradient comes with the weight's
   kernels::SmallGradients gradients;
   if (wanted[0]) {
     auto call = make_call(Pass::dgrad, g.first, w.first, Stacked(grad_input).first);

@@ -1,6 +1,6 @@
 #pragma once
 
-// Small networks on a GPU, where launches take the time (small_product.h).
+// Small networks on a GPU, whose time is that of launches (small_product.h).
 
 #include "core/check.h"
 #include "fused_linear.h"
@@ -9,8 +9,8 @@
 
 namespace fused::cuda::small {
 
-// The results of the layers, and with `keeps` the pre-activations that a backward reads, where one
-// launch makes all; else nothing.
+// Computes the results of all layers in one launch, and with `keeps` the pre-activations that a
+// backward reads. Empty if one launch cannot do it.
 std::vector<Tensor> mlp_in_one(const Tensor& input, at::TensorList weights,
                                const c10::List<OptionalTensor>& biases, Activation activation,
                                bool keeps);

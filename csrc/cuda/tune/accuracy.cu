@@ -38,13 +38,13 @@ __device__ uint64_t scatter(uint64_t i) {  // splitmix64
   return i ^ i >> 31;
 }
 
-// Draws one of each of `samples` equal parts, so that none comes twice.
+// Draws one element from each of `samples` equal parts, so that none comes twice.
 __device__ int64_t drawn(int64_t sample, int64_t samples, int64_t total) {
   const int64_t begin = sample * total / samples, end = (sample + 1) * total / samples;
   return begin + static_cast<int64_t>(scatter(sample) % static_cast<uint64_t>(end - begin));
 }
 
-// Compares the bits, which have the order of numbers that are not negative.
+// Compares the bits: for numbers that are not negative they have the numbers' order.
 __device__ void raise(double* to, double at_least) {
   atomicMax(reinterpret_cast<unsigned long long*>(to), __double_as_longlong(at_least));
 }
@@ -197,7 +197,7 @@ __global__ void exact_kernel(TrialData d, int samples, Exact* exact) {
 
 // ---- errors ------------------------------------------------------------------------------------
 
-// An activation at z: its value, and how fast it changes there, or beside where z is near a bend.
+// An activation at z: its value and its slope; near a bend, the slope beside it.
 struct Curve {
   double value, slope;
 };
@@ -304,12 +304,12 @@ __global__ void sums_kernel(TrialData d, int samples, TrialErrors* errors) {
   if (lane != 0) return;
   const double got = widen(static_cast<const T*>(sums_of(d))[col]);
   add(errors, &TrialErrors::sums, got - sum, d.unit.of_type * magnitude);
-  // Each element has been rounded by up to a unit of its own size, evenly spread.
+  // Rounding has changed each element by up to a unit of its own size, evenly spread.
   if (!sums_results(d) || magnitude == 0) return;
   atomicAdd(&errors->sums.noise, squares / (3 * magnitude * magnitude));
 }
 
-// act' is 0 there whatever else is multiplied, elsewhere by chance alone.
+// At such an element act' is 0, so the result is 0. Elsewhere a result is 0 by chance alone.
 template <typename T>
 __device__ bool stops_gradient(const TrialData& d, int64_t row, int64_t col) {
   if (d.call.aux.data == nullptr || activation_of(d) == Activation::none) return false;
@@ -327,7 +327,7 @@ __device__ bool is_lost(const TrialData& d, const Mark& mark, int64_t row, int64
   const auto is_zero = [&](int64_t c) { return value<T>(d.call.result, row, c) == 0; };
   const auto operand = mark.operand;
   if (!is_forward(d) && operand == saved && activation_of(d) == Activation::relu) {
-    // Where the output is NaN the gradient passes; a single product may be 0 all the same.
+    // If the output is NaN the gradient passes, though a single product may be 0.
     return is_zero(col) && is_zero((col + 1) % d.call.result.cols);
   }
   if (!is_forward(d) && operand != saved && stops_gradient<T>(d, row, col)) return false;

@@ -25,7 +25,7 @@ const Strategy& rule_of(const PassProblem& problem) {
   return *gemm::find_strategy(problem.pass, gemm::rule(problem, available(problem)));
 }
 
-// Lists the strategies that may be taken unmeasured, the rule's first.
+// Lists the strategies that may be taken without measuring, the rule's first.
 std::vector<const Strategy*> in_order(const PassProblem& problem) {
   std::vector<const Strategy*> order{&rule_of(problem)};
   for (const auto& s : gemm::strategies) {
@@ -80,7 +80,8 @@ class Maker {
   std::optional<Plan> first_that_serves() {
     if (const auto timed = by_timing()) {
       if (auto plan = prepare(call_, *timed)) return plan;
-      // Measured for another number of tokens, for which another algorithm serves.
+      // The decision was measured for another number of tokens, and its algorithm cannot do this
+      // one.
       if (const auto other = first_sound(*timed->strategy).decision) {
         if (auto plan = prepare(call_, *other)) return plan;
       }
@@ -91,8 +92,8 @@ class Maker {
     return fallback_plan(problem_, no_algorithm);
   }
 
-  // Takes what was measured for the bucket, now if need be, or a while its neighbour's; nothing
-  // where the rule is to decide.
+  // Returns the bucket's measured decision, measures it now if necessary, or borrows its
+  // neighbour's for a while. Returns nullopt if the rule must decide.
   std::optional<Decision> by_timing() {
     const auto known = measured_and_sound();
     if (problem_.deterministic) return is_of_file(known) ? known : std::nullopt;
@@ -112,7 +113,7 @@ class Maker {
     return measured ? measured : later();
   }
 
-  // Judges a file's plan before its first use, and forgets it where it is not sound.
+  // Judges a file's plan before its first use, and forgets it if it is not sound.
   std::optional<Decision> measured_and_sound() {
     const auto known = plans::measured(bucket_);
     if (!is_of_file(known) || judge(*known) == Verdict::sound) return known;
@@ -140,9 +141,9 @@ class Maker {
     });
   }
 
-  // Takes the first strategy that applies and is sound, eager's own where none can be told to be.
+  // Takes the first strategy that applies and is sound, or eager's own if none can be judged.
   std::optional<Decision> by_rule() {
-    const char* reason = nullptr;  // of the rule's strategy, the first
+    const char* reason = nullptr;  // why the rule's strategy, the first, is not taken
     for (const auto* strategy : in_order(problem_)) {
       Found found;
       const auto* objection = gemm::objection(problem_, *strategy, available(problem_));
@@ -160,7 +161,7 @@ class Maker {
     return eager;
   }
 
-  // A strategy with its first sound algorithm, or why there is none.
+  // Returns a strategy with its first sound algorithm, or the reason why there is none.
   struct Found {
     std::optional<Decision> decision;
     const char* reason = no_algorithm;
@@ -192,10 +193,10 @@ class Maker {
   const PassProblem& problem_;
   const PassProblem& bucket_;
   Trial trial_;
-  plans::CallsLeft calls_left_;  // of the plan
+  plans::CallsLeft calls_left_;  // the plan's
 };
 
-// The call goes on by the plain way whatever fails, and the plan is made later.
+// If anything fails, this call runs as in eager PyTorch, and the plan is made later.
 std::optional<Plan> plan_outside_capture(const PassCall& call, const PassProblem& bucket) {
   try {
     // Loading kernels and waiting for the stream would end a capture in another thread.
@@ -210,7 +211,8 @@ std::optional<Plan> plan_outside_capture(const PassCall& call, const PassProblem
   }
 }
 
-// Gives what is known of the bucket, of a file what has been judged: trying would end the capture.
+// Returns the decision that is known for the bucket; one from a file only if it has been judged,
+// because a trial would end the capture.
 std::optional<Decision> known_in_capture(const PassCall& call, const PassProblem& bucket) {
   auto known = plans::passes().read(bucket, [](const KnownPass& known) { return known.decision; });
   if (is_of_file(known) && !is_eager(call.problem, *known->strategy) &&
@@ -230,14 +232,14 @@ std::optional<Plan> plan_inside_capture(const PassCall& call, const PassProblem&
   return fallback_plan(call.problem, "unknown while capturing");
 }
 
-// Remembers this thread's plan, or makes one for this call alone; nullptr where there is no way.
+// Returns a plan that this thread keeps, or one for this call alone; nullptr if no strategy works.
 Plan* make_plan(const PassCall& call, std::optional<Plan>& for_this_call) {
   const auto& machine = device_of(call.problem.matmul.device).machine;
   plans::adopt(machine);
   const auto bucket = gemm::bucket_of(call.problem, machine.first_equal_device);
   const auto generation = plans::generation();
   if (is_capturing()) {
-    // The thread must not keep what is borrowed, or by rule for now.
+    // The thread must not keep a borrowed plan, or one by rule for the time being.
     for_this_call = plan_inside_capture(call, bucket);
   } else {
     for_this_call = plan_outside_capture(call, bucket);
@@ -252,7 +254,7 @@ Plan* plan_of(const PassCall& call, std::optional<Plan>& for_this_call) {
   if (auto* known = take_plan(call.problem)) return known;
   if (!is_capturing() && call.layers != nullptr) {
     const explain::Quiet nothing_shown;
-    for (const auto& layer : *call.layers) run(layer);  // makes their plans, for the comparison
+    for (const auto& layer : *call.layers) run(layer);  // makes the plans to compare with
   }
   return make_plan(call, for_this_call);
 }
@@ -269,12 +271,12 @@ bool run(const PassCall& call, kernels::SmallGradients* deferred) {
   std::optional<Plan> for_this_call;
   auto* plan = plan_of(call, for_this_call);
   if (plan == nullptr) return false;
-  const char* name = plan->strategy->name;  // the plan may go when its layers make theirs
+  const char* name = plan->strategy->name;  // making the layers' plans may free this one
   if (!plan->remark.empty()) explain::append(plan->remark.c_str());
   const auto stream = at::cuda::getCurrentCUDAStream(call.problem.matmul.device);
   const Workspace workspace(plan->algorithm.workspace);
   if (execute(call, *plan, workspace.data(), stream, deferred)) return true;
-  // The product was checked beforehand, so that memory or the like is short: the plan stays.
+  // The product was checked before, so memory or the like is short now, and the plan stays.
   TORCH_WARN_ONCE("fused: a product failed that had run before (", name, ", ", call.problem.matmul,
                   "); eager's way is taken");
   for_this_call = fallback_plan(call.problem, "it failed");

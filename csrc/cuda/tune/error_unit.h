@@ -1,15 +1,15 @@
 #pragma once
 
-// The unit of an element's error: what rounding costs there, so that an error counts as much where
-// the activation is flat. For host and device.
+// The unit of an element's error is the error by rounding there, so that an error counts as much
+// where the activation is flat. For host and device.
 
 #include "gemm/problem.h"
 
 namespace fused::cuda::tune {
 
 struct Roundoff {
-  double of_type = 0;       // of what is stored
-  double of_functions = 0;  // of an activation or its derivative, as a part of the argument
+  double of_type = 0;       // of the stored type
+  double of_functions = 0;  // of an activation or its derivative, relative to the argument
 
   constexpr Roundoff() = default;
   constexpr explicit Roundoff(gemm::Type type) {
@@ -21,7 +21,7 @@ struct Roundoff {
 
 constexpr double magnitude_of(double x) { return x < 0 ? -x : x; }
 
-// The unit of `value` = act(z), z summed of terms of that magnitude, Σ|aₖbₖ| + |bias|.
+// Returns the unit of `value` = act(z) for a sum z with this magnitude, Σ|aₖbₖ| + |bias|.
 constexpr double unit_of_value(const Roundoff& u, double value, double slope, double z,
                                double magnitude) {
   return u.of_type * (magnitude_of(slope) * magnitude + magnitude_of(value)) +

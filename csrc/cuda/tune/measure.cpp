@@ -19,8 +19,8 @@ namespace {
 
 using plans::Decision;
 
-constexpr int algorithms_asked = 8;  // the heuristic knows no more, as a rule
-// Loading a contest's kernels may take this share of the budget.
+constexpr int algorithms_asked = 8;  // the heuristic seldom knows more
+// Loading the candidates' kernels may take this share of the budget.
 constexpr double share_at_first = 0.5, share_around = 0.25;
 
 struct Candidate {
@@ -37,9 +37,9 @@ Candidate candidate(const PassCall& call, const Strategy& strategy, const Algori
   return {std::move(plan), {Decision::Origin::measured, &strategy, algorithm}};
 }
 
-// Lists everything worth trying, the rule's first: the heuristic that is asked for more, or for
-// fewer tokens, may not name it again. Who asked for the library's own epilogues gets no other
-// strategy, and eager's for comparison.
+// Lists the candidates, the rule's decision first: the heuristic may not name it again if it is
+// asked for more algorithms or for fewer tokens. Under the policy "cublaslt" only the library's own
+// epilogues are candidates, and eager's way for comparison.
 std::vector<Candidate> candidates_for(const PassCall& call, const std::optional<Decision>& rule) {
   std::vector<Candidate> result;
   if (rule) result.push_back(candidate(call, *rule->strategy, rule->algorithm));
@@ -67,12 +67,12 @@ double budget_for(const PassCall& call) {
   return plans::budget() * 1e3 * plans::share_of_budget(operations);
 }
 
-// Lists other configurations of the algorithm that has won, behind itself.
+// Lists the winning algorithm, then other configurations of it.
 std::vector<Candidate> candidates_around(const PassCall& call, const Decision& winner) {
   std::vector<Candidate> result;
   result.push_back(candidate(call, *winner.strategy, winner.algorithm));
   if (winner.strategy->provider != Provider::cublaslt) return result;
-  // Each runs a few times at least, and the first time of a kernel takes some milliseconds.
+  // Each runs a few times at least, and a kernel's first launch takes some milliseconds.
   constexpr double load_us = 5e3;
   const double room = share_around * budget_for(call) / (load_us + 4 * winner.microseconds);
   for (const auto& algorithm :
@@ -82,7 +82,7 @@ std::vector<Candidate> candidates_around(const PassCall& call, const Decision& w
   return result;
 }
 
-// Finds eager's own way, or the number of candidates where ATen has none (a bit mask).
+// Returns the place of eager's way, or the number of candidates if ATen has none (a bit mask).
 size_t yardstick_of(const PassCall& call, const std::vector<Candidate>& candidates) {
   const auto& eager = gemm::eager_of(call.problem, available(call.problem));
   const auto it =
@@ -101,7 +101,7 @@ void log_times(const std::vector<Candidate>& candidates, const Stopwatch& stopwa
   }
 }
 
-// The first is what another must clearly beat.
+// Chooses among candidates. Another one must clearly beat the first.
 std::optional<Decision> contest(const PassCall& call, std::vector<Candidate>& candidates,
                                 Trial& trial, double calls, double share, const char* what) {
   const auto clock = start_clock();
@@ -110,14 +110,14 @@ std::optional<Decision> contest(const PassCall& call, std::vector<Candidate>& ca
   const DriverMemory workspace(bytes);
   if (workspace.data() == nullptr) return std::nullopt;
   const auto stream = at::cuda::getCurrentCUDAStream(call.problem.matmul.device);
-  // The call itself writes its results again afterwards.
+  // The call itself writes its results again later.
   Stopwatch stopwatch(candidates.size(), [&](size_t i) {
     return execute(call, candidates[i].plan, workspace.data(), stream);
   });
 
   const size_t yardstick = yardstick_of(call, candidates);
   plans::Candidates field{{}, /*incumbent=*/0, yardstick};
-  // Those that must be timed come first, as loading all kernels may take too long.
+  // Candidates that must be timed are loaded first, because loading all kernels may take too long.
   const auto is_needed = [&](size_t i) { return i == field.incumbent || i == yardstick; };
   std::vector<size_t> order(candidates.size());
   std::iota(order.begin(), order.end(), 0);
@@ -148,7 +148,8 @@ std::optional<Decision> contest(const PassCall& call, std::vector<Candidate>& ca
   return decision;
 }
 
-// Cuts the tokens where a run of all takes several milliseconds, as the fastest way stays the same.
+// Returns the call with fewer tokens if a run takes several milliseconds. The fastest way stays the
+// same.
 PassCall shortened(const PassCall& call) {
   const auto& matmul = call.problem.matmul;
   const double operations = size_of(matmul.type) == 2 ? 2e12 : 2e11;
@@ -193,7 +194,8 @@ std::optional<Decision> measure(const PassCall& whole, const PassProblem& bucket
     plans::log("not measured, by rule: " + plans::summary(bucket, instead));
     return std::nullopt;
   }
-  // The heuristic does not offer all; not worth it where launching takes the time.
+  // The heuristic does not offer all configurations. Trying more does not pay if the launch takes
+  // most of the time.
   if (decision->microseconds > Stopwatch::launch_bound) {
     auto around = candidates_around(call, *decision);
     if (around.size() > 1) {

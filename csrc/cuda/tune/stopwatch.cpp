@@ -41,7 +41,7 @@ std::vector<double> Stopwatch::round(const std::vector<size_t>& ways) {
   std::vector<Lap> laps(ways.size());
   for (size_t n = 0; n < ways.size(); ++n) {
     auto& lap = laps[n];
-    // The launches queue up while the device sleeps, so that its time is not the CPU's.
+    // The launches queue up while the device sleeps, so that the time measured is the device's.
     at::cuda::sleep(repeats_ * sleep_cycles);
     lap.begin.record(stream_);
     const auto clock = start_clock();

@@ -1,6 +1,6 @@
 #pragma once
 
-// Times ways to do the same beside each other, on the current stream.
+// Times several ways to do one thing in turns, on the current stream.
 
 #include "plans/select.h"
 
@@ -19,15 +19,15 @@ plans::Clock start_clock();
 class Stopwatch {
  public:
   static constexpr double failed = std::numeric_limits<double>::infinity();
-  // The CPU cannot keep up below so many microseconds, and its time counts as well.
+  // Below this many microseconds the CPU's launches limit the speed, and its time counts as well.
   static constexpr double launch_bound = 20;
 
   Stopwatch(size_t ways, std::function<bool(size_t way)> run);
 
-  // Runs a way, which the first time loads its kernels; false where it fails.
+  // Runs a way, which loads its kernels the first time. Returns false if it fails.
   bool once(size_t way);
 
-  // Gives the microseconds that a call of each costs; infinity where it fails.
+  // Returns the microseconds of one call of each, infinity for one that fails.
   std::vector<double> round(const std::vector<size_t>& ways);
 
   struct Times {
@@ -45,8 +45,8 @@ class Stopwatch {
   int repeats_ = 1;
 };
 
-// Chooses by those times, until the budget is used up or so many calls of the incumbent would be
-// over, so that measuring is worth its time sooner.
+// Chooses by these times until the budget is used up, or the time of `calls` calls of the
+// incumbent, so that measuring pays sooner.
 std::optional<plans::Choice> fastest(const plans::Candidates& field, Stopwatch& stopwatch,
                                      const plans::Clock& clock, double budget_us, double calls,
                                      const plans::Judge& judge);

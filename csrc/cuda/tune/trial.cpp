@@ -28,8 +28,8 @@ class Trial::Errors {
   explicit Errors(const PassCall& call)
       : operands_(call), exact_known_(TrialOperands::most_ends * TrialOperands::most_seeds) {}
 
-  // Gives eager's errors, nothing where it does not run. A strided bias, or another number of
-  // tokens, may spare its product a rounding, so that the better way counts.
+  // Returns eager's errors, nullopt if eager does not run. A strided bias, or another number of
+  // tokens, may spare eager's product a rounding, so the better way counts.
   const std::optional<TrialErrors>& reference() {
     if (!reference_) {
       auto least = errors_of_eager(/*bias_is_matrix=*/false);
@@ -38,7 +38,7 @@ class Trial::Errors {
         const auto other = errors_of_eager(/*bias_is_matrix=*/true);
         if (other && (!least || other->elements.squares < least->elements.squares)) least = other;
       }
-      reference_ = least;  // of both runs, or they come again
+      reference_ = least;  // of both runs; without both they run again
     }
     return *reference_;
   }
@@ -65,8 +65,8 @@ class Trial::Errors {
     return errors_of(run, plan.strategy, &TrialOperands::End::eager, /*with_marks=*/false);
   }
 
-  // Pools over seeds and ends; nothing where it fails at one, or `run` gives nothing at one that
-  // is needed. Ends that the strategy never serves are left out.
+  // Pools errors over seeds and ends of the bucket. Returns nullopt if a run fails, or returns
+  // nothing at an end that is needed. Ends that the strategy never does are left out.
   template <typename Run>
   std::optional<TrialErrors> errors_of(const Run& run, const Strategy* strategy,
                                        PassCall TrialOperands::End::* which, bool with_marks) {
@@ -94,8 +94,8 @@ class Trial::Errors {
     return ran ? std::optional(found) : std::nullopt;
   }
 
-  // Puts NaN in each operand, one after the other, and +inf in a bias. The library's own
-  // epilogues promise no more than NaN in what is multiplied first.
+  // Puts NaN into each operand, one after the other, and +inf into a bias. For the library's own
+  // epilogues only NaN in the product's operands is tried.
   template <typename Run>
   bool add_lost_marks(const TrialOperands::End& end, const Run& run) {
     const auto stream = operands_.stream;
@@ -114,7 +114,7 @@ class Trial::Errors {
     return true;
   }
 
-  // The library's epilogues, where they are asked for, are as they are.
+  // If the user asks for the library's epilogues, they are taken as they are.
   bool is_library_only() const { return operands_.ends.front().call.problem.library_only; }
   TrialData described(const PassCall& call) const {
     const auto& matmul = call.problem.matmul;
@@ -165,7 +165,7 @@ std::optional<Verdict> Trial::known(const plans::Decision& decision) const {
   });
 }
 
-// A kernel of all layers does to each what the strategy of its name does to one alone.
+// A kernel for the whole network treats each layer as the strategy of its name treats a single one.
 Verdict Trial::judge_layers(const plans::Decision& decision) {
   plans::Decision alone;
   alone.strategy = gemm::find_strategy(gemm::Pass::fprop, decision.strategy->name);
@@ -186,7 +186,7 @@ Verdict Trial::try_out(const plans::Decision& decision) {
   const auto& reference = errors_->reference();
   const auto errors = reference ? errors_->errors_of(decision) : std::nullopt;
   if (!errors) return Verdict::failed;
-  // In fp64 the exact results are no more exact than those that they judge.
+  // In fp64 the reference is no more exact than the results that it judges.
   const bool f64 = call_.problem.matmul.type == gemm::Type::f64;
   if (plans::is_as_exact(*errors, *reference, f64 ? 1 : 1e-6)) return Verdict::sound;
   log_refusal(decision, plans::summary(*errors, *reference));

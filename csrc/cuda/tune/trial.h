@@ -9,15 +9,15 @@
 
 namespace fused::cuda::tune {
 
-// Tells whether a way to do a pass is as exact as eager's: tries it on synthetic operands at both
-// ends of the problem's bucket, in one thread. Results, the allocator's statistics and the random
-// state stay as they were.
+// Judges whether a way to do a pass is as exact as eager's, by trying it on synthetic operands at
+// both ends of the problem's bucket. For one thread. Results, the allocator's statistics and the
+// random state stay as they were.
 class Trial {
  public:
   Trial(const PassCall& call, const gemm::PassProblem& bucket);
   ~Trial();
 
-  // Remembers the verdict for the process, but for a failure. No error gets out.
+  // Remembers the verdict for the process, unless the trial failed. Throws no error.
   plans::Verdict judge(const plans::Decision& decision);
 
   std::optional<plans::Verdict> known(const plans::Decision& decision) const;

@@ -13,7 +13,7 @@ using plans::TrialErrors;
 int64_t stored_rows(const Matrix& m) { return m.transposed ? m.cols : m.rows; }
 int64_t stored_cols(const Matrix& m) { return m.transposed ? m.rows : m.cols; }
 
-// Limits the rows of the result to a fraction of a millisecond on a GPU of today.
+// Limits the rows so that a run takes a fraction of a millisecond on a present GPU.
 int64_t rows_enough(const PassCall& call) {
   const double operations = size_of(call.problem.matmul.type) == 2 ? 1e11 : 1e10;
   const double per_row = 2.0 * static_cast<double>(call.result.cols) *
@@ -26,7 +26,7 @@ struct Count {
   bool needed;
 };
 
-// Gives the token counts at the ends of the bucket that the problem's strides hold.
+// Returns the token counts at the bucket's ends that fit the problem's strides.
 std::vector<Count> bucket_ends(const PassCall& call) {
   const bool inner = call.problem.pass == Pass::wgrad;
   const auto tokens = gemm::tokens_of(call.problem);
@@ -43,7 +43,7 @@ std::vector<Count> bucket_ends(const PassCall& call) {
   return {{low, false}, {usual, true}, {high, true}};
 }
 
-// Keeps the matrix's alignment in a shorter stride.
+// Returns a shorter stride with the matrix's alignment.
 void shorten(Matrix& matrix) {
   constexpr int64_t unit = 256;
   const int64_t needed = (stored_cols(matrix) + unit - 1) / unit * unit + matrix.ld % unit;
@@ -89,7 +89,7 @@ double sign_error(const gemm::Problem& matmul) {
   return matmul.math == gemm::Math::tf32 ? 0x1p-8 : 0x1p-17;
 }
 
-// Hands out parts of a piece of memory; without one it only counts the bytes.
+// Hands out parts of a piece of memory. Without memory it only counts the bytes.
 struct TrialOperands::Arena {
   char* memory = nullptr;
   int64_t bytes = 0;
@@ -134,7 +134,7 @@ TrialOperands::TrialOperands(const PassCall& call) {
 }
 
 std::vector<TrialOperands::Read> TrialOperands::reads_of(const PassCall& call) {
-  // Sums of a spread of about 1, where the activations curve.
+  // The sums spread by about 1, where the activations curve.
   const double weights = 3 / std::sqrt(static_cast<double>(std::max<int64_t>(call.left.cols, 1)));
   const auto along = [&call](const void* data, int64_t rows, int64_t ld) {
     return Matrix{rows, call.result.cols, ld, false, const_cast<void*>(data)};

@@ -1,8 +1,8 @@
 #pragma once
 
-// The kernels of small_product.h. A block makes 16 columns of the result, with the tensor cores in
-// 16 bits, by single multiplications in fp32. Its warps share the sums, so that all reads are on
-// their way at once, and add up in a fixed order.
+// The kernels of small_product.h. A block computes 16 columns of the result, by tensor cores in 16
+// bits, by single multiplications in fp32. Its warps split each sum, so that all reads are under
+// way at once, and add up their parts in a fixed order.
 
 #include "cuda/kernels/activation_math.cuh"
 #include "cuda/small/kernels/small_product.h"
@@ -19,7 +19,7 @@ namespace wmma = nvcuda::wmma;
 
 constexpr int tile = 16;
 
-// A block has `down` tiles, the sums of each among `split` warps.
+// A block has `down` tiles. `split` warps share the sums of each.
 template <typename T, gemm::Pass pass>
 struct SmallShape {
   static constexpr bool forward = pass == gemm::Pass::fprop, of_weight = pass == gemm::Pass::wgrad;
@@ -27,7 +27,7 @@ struct SmallShape {
   static constexpr int split = of_weight ? 16 : forward && sizeof(T) == 4 ? 8 : 4;
   static constexpr int threads = 32 * down * split, rows = tile * down;
   static constexpr int inner = pass == gemm::Pass::dgrad ? 128 : 256;  // at a time
-  // In shared memory the operands lie as they are stored, neighbouring rows in other banks.
+  // Shared memory holds the operands as global memory does, with neighbouring rows in other banks.
   static constexpr bool left_by_inner = of_weight, right_by_inner = !forward;
   static constexpr int pad = full_vector<T>;
   static constexpr int ld_left = (left_by_inner ? rows : inner) + pad;
@@ -39,7 +39,7 @@ struct SmallShape {
   // A thread finishes neighbours in a row, and adds up one of the parts of a column's sum.
   static constexpr int width = std::max(sizeof(T) == 4 ? 1 : 2, rows* tile / threads);
   static constexpr int parts = threads / tile;
-  // The products lie where the operands were.
+  // The products overwrite the operands.
   static constexpr size_t operand_bytes =
       std::max((left + right) * sizeof(T), products * sizeof(float));
   static constexpr size_t bytes = operand_bytes + (forward ? 0 : threads * sizeof(float));
@@ -51,7 +51,7 @@ constexpr int small_backward_threads = SmallShape<float, gemm::Pass::wgrad>::thr
 
 __host__ __device__ constexpr int tiles(int extent) { return (extent + tile - 1) / tile; }
 
-// Counts the blocks for all columns, and those of one for all rows.
+// Returns the number of blocks for all rows of a column of tiles, and the number of all blocks.
 template <typename T, gemm::Pass pass>
 __host__ __device__ int small_blocks_down(const SmallProduct& p) {
   constexpr int rows = SmallShape<T, pass>::rows;
@@ -155,11 +155,11 @@ class WarpProduct {
   wmma::fragment<wmma::accumulator, tile, tile, tile, float> sums_;
 };
 
-// By single multiplications a thread has two rows and four columns of the tile.
+// With single multiplications a thread computes two rows and four columns of the tile.
 template <typename Shape>
 class WarpProduct<float, Shape> {
  public:
-  // Sums of short sums: a long one loses more to rounding.
+  // Short sums are added up, because a long sum loses more to rounding.
   __device__ void add(const float* left, const float* right) {
     float of_tile[down][across] = {};
 #pragma unroll
@@ -247,7 +247,7 @@ __device__ float pairwise(const float* numbers, int apart) {
 template <typename T, gemm::Pass pass, Activation activation>
 class SmallBlock {
  public:
-  // `waits`: the blocks of the cluster are writing what left is read from.
+  // `waits`: other blocks of the cluster are writing the left operand.
   __device__ SmallBlock(const SmallProduct& product, int block, unsigned char* shared,
                         bool waits = false)
       : p(product),
@@ -378,7 +378,7 @@ class SmallBlock {
     __syncthreads();
   }
 
-  // Adds this thread's share of `count` rows, of which the first `there` are there.
+  // Adds this thread's share of `count` rows, of which the first `there` exist.
   template <typename From>
   __device__ void add_up(const From* from, int ld, int there, int count) {
     for (int r = share(); r < min(there, count); r += Shape::parts) {
@@ -414,7 +414,7 @@ class SmallBlock {
   float sum = 0.0f;
 };
 
-// A network's block makes some rows of one layer after the other, and some of their columns.
+// In a network, a block computes some rows and columns of one layer after the other.
 template <typename T, Activation activation>
 __device__ void small_network_block(const SmallNetwork& network, int block, int cluster,
                                     unsigned char* shared) {

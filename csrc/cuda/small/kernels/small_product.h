@@ -1,6 +1,7 @@
 #pragma once
 
-// Products of small networks, each with all around it in one launch, which are the time there.
+// Products of small networks. One launch does a product with its activation, bias and sums, because
+// launches take most of the time there.
 
 #include "core/activation.h"
 #include "gemm/problem.h"
@@ -35,7 +36,7 @@ struct SmallProduct {
   } apart;
 };
 
-// A layer's gradients for these kernels, of one type, where neither needs the other.
+// A layer's gradients of weight and input, which share a launch because neither needs the other.
 struct SmallGradients {
   SmallProduct of_weight, of_input;  // or rows = 0
 };
@@ -47,7 +48,7 @@ struct SmallNetwork {
   SmallProduct layers[most_layers];
 };
 
-// Tells whether the current device has them; they need tensor cores for bf16.
+// Returns whether the current device has these kernels, which need tensor cores for bf16.
 bool have_small_products();
 
 void small_forward(const SmallProduct& product, cudaStream_t stream);
