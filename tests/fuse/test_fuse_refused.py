@@ -198,3 +198,67 @@ def test_convolutions(make, count, tmp_path):
     tfl.unfuse_(model)
     assert repr(model) == repr(plain)
     assert_same(results(model, x), results(plain, x))
+
+
+# --- layers that are linear by name ---------------------------------------------------------------
+
+
+class ClippedLinear(nn.Module):
+    """A layer around another one, as Gemma has it."""
+
+    def __init__(self, features_in, features_out):
+        super().__init__()
+        self.linear = nn.Linear(features_in, features_out)
+
+    def forward(self, x):
+        return self.linear(x).clamp(-1, 1)
+
+
+class PackedLinear(ClippedLinear):
+    """Its weight is a method, as of quantised layers."""
+
+    def weight(self):
+        return self.linear.weight
+
+    def bias(self):
+        raise NotImplementedError
+
+
+class SilentLinear(ClippedLinear):
+    """Its weight cannot be asked for."""
+
+    @property
+    def weight(self):
+        raise RuntimeError("the weight is on another machine")
+
+
+def lazy_linear(features_in, features_out):
+    return nn.LazyLinear(features_out)
+
+
+def parametrised_linear(features_in, features_out):
+    return nn.utils.parametrizations.weight_norm(nn.Linear(features_in, features_out))
+
+
+BY_NAME = (ClippedLinear, PackedLinear, SilentLinear, lazy_linear, parametrised_linear)
+
+
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("make", BY_NAME)
+@pytest.mark.parametrize("cls, names", [(Block, ["fc1", "fc2"]), (Gated, ["fc1", "up", "fc2"])])
+def test_layers_that_are_linear_by_name(cls, names, make, linear):
+    """Each of a block's layers, and all of them: fuse_ does not raise, and the results stay."""
+    x = torch.randn(3, 6, dtype=torch.float64)
+    for changed_ones in [*([name] for name in names), names]:
+        torch.manual_seed(0)
+        model = cls()
+        for name in changed_ones:
+            setattr(model, name, make(6, 6))
+        model = model.double()
+        fused = copy.deepcopy(model)
+        tfl.fuse_(fused, linear=linear)
+        outputs = []
+        for one in (model, fused):
+            torch.manual_seed(1)  # the first call initialises lazy layers
+            outputs.append(one(x))
+        assert torch.equal(*outputs)

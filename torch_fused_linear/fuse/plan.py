@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .._support.torch_internals import forget_compiled
 from ..activations import ACTIVATIONS
@@ -377,7 +379,8 @@ class Plan:
                 if not is_refused and layers[0].place not in self._gated:
                     self._skip(columns[0], reason, element)
                 continue
-            if any(len({m.weight.shape for m in row}) > 1 for row in zip(*columns[: len(layers)])):
+            pairs = zip(*columns[: len(layers)])
+            if any(len({*map(shape_of, pair)} - {None}) > 1 for pair in pairs):
                 return  # they cannot be multiplied element by element
             rows = self._rows(steps, columns)
             is_any_fused = any(self._is_fused(element, m) for column in columns for m in column)
@@ -592,6 +595,13 @@ def drops(elements: Chain) -> bool:
     """Returns whether a dropout among them can act in training."""
     found = [value for element in elements for value in element.of(plain.is_passed)]
     return any(getattr(value, "p", 0) != 0 or not isinstance(value, nn.Module) for value in found)
+
+
+def shape_of(layer: nn.Module) -> torch.Size | None:
+    """The shape of the weight that a layer holds; None if it has none, as many quantised ones, or
+    none yet."""
+    weight = layer._parameters.get("weight")
+    return None if weight is None or is_lazy(weight) else weight.shape
 
 
 def has_layer_for(module: nn.Module, activations: list[str]) -> bool:
