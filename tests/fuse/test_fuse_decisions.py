@@ -332,6 +332,7 @@ def test_which_operators_a_run_becomes(name):
 
 
 def test_a_module_that_exchanges_what_comes_after_it_is_seen():
+    torch.manual_seed(0)  # so that Tanh has negative results, which ReLU has not
     sequence = nn.Sequential(layer(), nn.ReLU(), nn.LayerNorm(4), layer(), nn.ReLU())
     sequence[2].register_forward_hook(lambda *args: sequence.__setitem__(4, nn.Tanh()))
     assert in_code.sequence(sequence, X).min() < 0
