@@ -15,6 +15,14 @@ inline constexpr Activation activations[] = {Activation::none,      Activation::
 inline constexpr const char* activation_names[] = {"none",     "relu", "gelu_tanh",
                                                    "gelu_erf", "silu", "relu2"};
 static_assert(std::size(activation_names) == std::size(activations));
+// An activation's number is its place in both tables.
+static_assert([] {
+  size_t place = 0;
+  for (const auto activation : activations) {
+    if (static_cast<size_t>(activation) != place++) return false;
+  }
+  return true;
+}());
 
 inline const char* name(Activation activation) {
   return activation_names[static_cast<size_t>(activation)];

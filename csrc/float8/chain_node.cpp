@@ -34,7 +34,7 @@ struct Form {
 
   variable_list backward(Work work, const Tensor& grad) const;
   std::vector<int64_t> traits() const {
-    return {static_cast<int64_t>(activation), activates_last, static_cast<int64_t>(dtype)};
+    return {number(activation), activates_last, static_cast<int64_t>(dtype)};
   }
 };
 

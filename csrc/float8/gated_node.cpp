@@ -62,7 +62,7 @@ struct Form {
 
   variable_list backward(Work work, const Tensor& grad) const;
   std::vector<int64_t> traits() const {
-    return {static_cast<int64_t>(activation), is_stacked, static_cast<int64_t>(dtype)};
+    return {number(activation), is_stacked, static_cast<int64_t>(dtype)};
   }
 };
 

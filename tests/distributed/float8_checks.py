@@ -15,17 +15,24 @@ WIDTH, HIDDEN = 32, 64
 
 
 class Block(nn.Module):
-    """A feed-forward block, gated or not, with a norm and a residual."""
+    """A feed-forward block, gated or not, with a norm and a residual: of layers, or our module."""
 
-    def __init__(self, gated):
+    def __init__(self, gated, is_ours):
         super().__init__()
-        self.norm, self.gated = nn.LayerNorm(WIDTH), gated
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-        if gated:
-            self.gate = nn.Linear(WIDTH, HIDDEN)
+        self.norm, self.gated, self.mlp = nn.LayerNorm(WIDTH), gated, None
+        if is_ours and gated:
+            self.mlp = tfl.FusedGatedMLP(WIDTH, HIDDEN, precision="float8")
+        elif is_ours:
+            sizes = WIDTH, HIDDEN, WIDTH
+            self.mlp = tfl.FusedMLP(*sizes, activation="gelu_erf", precision="float8")
+        else:
+            self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+            self.gate = nn.Linear(WIDTH, HIDDEN) if gated else None
 
     def forward(self, x):
         h = self.norm(x)
+        if self.mlp is not None:
+            return x + self.mlp(h)
         if self.gated:
             return x + self.down(F.silu(self.gate(h)) * self.up(h))
         return x + self.down(F.gelu(self.up(h)))
@@ -36,20 +43,7 @@ def model_of(kind, dtype):
     from torchao.float8 import convert_to_float8_training
 
     torch.manual_seed(3)
-    blocks = [Block(gated) for gated in (False, True)]
-    if kind == "modules":
-        for block in blocks:
-            if block.gated:
-                mlp = tfl.FusedGatedMLP(WIDTH, HIDDEN, precision="float8")
-            else:
-                sizes = WIDTH, HIDDEN, WIDTH
-                mlp = tfl.FusedMLP(*sizes, activation="gelu_erf", precision="float8")
-            block.forward = lambda x, norm=block.norm, mlp=mlp: x + mlp(norm(x))
-            block.mlp = mlp
-            del block.up, block.down
-            if block.gated:
-                del block.gate
-    model = nn.Sequential(*blocks).to(dtype)
+    model = nn.Sequential(*(Block(gated, kind == "modules") for gated in (False, True))).to(dtype)
     if kind == "fuse_":
         tfl.fuse_(convert_to_float8_training(model))
     return model

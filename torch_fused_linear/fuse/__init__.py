@@ -41,6 +41,7 @@ def fuse_(
     Modules stay the same objects of the same classes, and the model computes the same function
     whatever is done to it before or after. The function that holds the calls gets other code, once
     for the process; an attribute of each layer marks the layers that may be fused.
+
     With ``linear=True`` a layer without an activation that is called alone, such as a projection of
     an attention or a head, runs as :func:`torch_fused_linear.linear`, or in FP8 as
     :func:`torch_fused_linear.float8_linear`. That gains no time. Under the policy
