@@ -168,7 +168,8 @@ def everything(results: Sequence[Result]) -> list[str]:
     """One machine's results of all suites for layers, models and convolutions."""
     # The other suites have pages of their own.
     elsewhere = ("models", "conv", "cpu", "distributed", "cold-start", "accumulation")
-    elsewhere += ("gated-cpu", "gated-coda", "float8", "float8-training", "invariance")
+    elsewhere += ("gated-cpu", "gated-coda", "invariance")
+    elsewhere += ("float8", "float8-casts", "float8-training")
     of_layers = [r for r in results if r["case"]["suite"] not in elsewhere]
     of_models, convs = find(results, suite="models"), find(results, suite="conv")
     blocks = selection([*filter(is_selected, of_layers)], "layers", "tokens")
