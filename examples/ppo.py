@@ -139,6 +139,7 @@ class Agent:
 def recorded(step: Callable[[], None]) -> Callable[[], None]:
     """Captures the step as a CUDA graph."""
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # which still fills what the step reads
     with torch.cuda.stream(side):
         for _ in range(3):
             step()

@@ -229,6 +229,7 @@ def test_the_order_of_the_stream_is_kept():
     x = torch.zeros(2048, 512, device="cuda")
     w, b = torch.ones(256, 512, device="cuda"), torch.zeros(256, device="cuda")
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         torch.cuda._sleep(50_000_000)
         x += 1

@@ -216,6 +216,7 @@ def test_a_step_in_a_cuda_graph(kind):
         return gradients(model.fused(x), grad, *leaves)
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             step()
