@@ -30,7 +30,7 @@ from torch_fused_linear.timing import Contender, Number, clock_for, measure
 ops = torch.ops.fused
 GELU_TANH, GELU_ERF, SILU = 2, 3, 4  # the operators' numbers
 ENOUGH = 2**28  # bytes of inputs, which outgrow every cache
-KERNELS = ("maximum", "cast")
+KERNELS = ("maximum", "cast")  # their numbers are named "cast kernel" and so on
 
 Cast = Callable[..., Any]
 
@@ -101,14 +101,14 @@ def row_of(
     moved = size * (2 * 2 * read + copies)
     target, *sources = (torch.empty(moved // 2, device=device, dtype=torch.uint8) for _ in range(3))
     runs = {
-        "cast": over_sets(call, sets, device),
+        "call": over_sets(call, sets, device),
         "copy": over_sets(target.copy_, [(source,) for source in sources], device),
     }
     contenders = [Contender(*run) for run in runs.items()]
     numbers, failed = measure(contenders, clock_for(device), given.seconds)
-    counts = {"cast": many, "copy": len(sources)}
+    counts = {"call": many, "copy": len(sources)}
     numbers = {name: of_one(number, counts[name]) for name, number in numbers.items()}
-    if device.type == "cuda" and "cast" in numbers:
+    if device.type == "cuda" and "call" in numbers:
         numbers |= by_kernel(lambda: call(*sets[0]), device)
     row = {**result(case, "us", numbers), "bytes": moved}
     return {**row, "failed": failed} if failed else row
@@ -124,16 +124,16 @@ def by_kernel(call: Callable[[], Any], device: torch.device) -> dict[str, Number
             sum(e.self_device_time_total for e in one if f"{kernel}_kernel" in e.name)
             for one in events
         ]
-        found[kernel] = Number.over(times, 1)
+        found[f"{kernel} kernel"] = Number.over(times, 1)
     return found
 
 
 def in_words(row: dict[str, Any]) -> str:
     case, medians = row["case"], {n: v["median"] for n, v in row["numbers"].items()}
     parts = [f"{name} {value:,.1f}" for name, value in medians.items()]
-    if {"cast", "copy"} <= set(medians) and medians["cast"]:
-        parts.append(f"{row['bytes'] / medians['cast'] / 1e3:,.0f} GB/s")
-        parts.append(f"of a copy's bandwidth {medians['copy'] / medians['cast']:.2f}")
+    if {"call", "copy"} <= set(medians) and medians["call"]:
+        parts.append(f"{row['bytes'] / medians['call'] / 1e3:,.0f} GB/s")
+        parts.append(f"of a copy's bandwidth {medians['copy'] / medians['call']:.2f}")
     parts += [f"{name} failed: {why}" for name, why in row.get("failed", {}).items()]
     return f"{case['cast']}, {case['tokens']}x{case['width']}, us: " + ", ".join(parts)
 
