@@ -151,8 +151,9 @@ def test_numbers_on_the_page_of_steps_in_fp8():
     assert kernels[gated]["torchao"] == pytest.approx(1, abs=0.03)
     assert kernels[1024, "gelu"]["ours in bf16"] == pytest.approx(1, abs=0.03)
     assert clock[1024, "gelu"]["ours in bf16"] < 1
-    assert {*saved} == {(1024, "gelu")}
-    assert 0.8 < saved[1024, "gelu"]["torchao"] < 1 < saved[1024, "gelu"]["ours in bf16"]
+    assert {*saved} == {*clock} and all(kept["torchao"] < 1 for kept in saved.values())
+    assert all(saved[block]["ours in bf16"] > 1 for block in saved if block != gated)
+    assert 0.9 < saved[gated]["ours in bf16"] < 1
 
 
 def test_numbers_on_the_page_of_training_in_fp8():
