@@ -156,6 +156,26 @@ def test_numbers_on_the_page_of_steps_in_fp8():
     assert 0.9 < saved[gated]["ours in bf16"] < 1
 
 
+def test_numbers_on_the_page_of_batch_invariance():
+    speeds = {}
+    for row in find(H200, suite="invariance"):
+        case = row["case"]
+        key = case["mode"], case["sizes"][0], case["tokens"], case["activation"]
+        speeds[key] = median(row, "auto") / median(row, "batch_invariant")
+    steps = [speed for (mode, *_), speed in speeds.items() if mode == "step"]
+    assert len(steps) == 12 and all(abs(speed - 1) < 0.045 for speed in steps)
+    many = {key: s for key, s in speeds.items() if key[0] == "forward" and key[2] >= 4096}
+    slow = {key[1:3] for key, speed in many.items() if speed < 0.97}
+    assert slow == {(768, 4096)}
+    assert all(
+        many["forward", 768, 4096, a] == pytest.approx(0.9, abs=0.02) for a in ("gelu", "silu")
+    )
+    captured = {key: s for key, s in speeds.items() if key[0] == "forward, captured"}
+    largest = [captured.pop(("forward, captured", 4096, 1, a)) for a in ("gelu", "silu")]
+    assert largest == pytest.approx([0.6, 0.6], abs=0.01)
+    assert min(captured.values()) > 0.815 and max(captured.values()) < 1.195
+
+
 def test_numbers_on_the_page_of_training_in_fp8():
     found = sorted(find(H200, suite="float8-training"), key=lambda r: r["case"]["seed"])
     assert [r["case"]["seed"] for r in found] == [0, 1, 2, 3]
