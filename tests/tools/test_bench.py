@@ -593,7 +593,7 @@ def test_a_tiny_run_of_casts_to_fp8(device, tmp_path, capsys):
     names = [*float8_casts.casts(torch.ones(()))]
     assert [row["case"]["cast"] for row in found] == names and len(names) == 7
     for row in found:
-        kernels = {f"{name} kernel" for name in float8_casts.KERNELS if device == "cuda"}
+        kernels = {*float8_casts.KERNELS} if device == "cuda" else set()
         assert "failed" not in row and {*row["numbers"]} == {"call", "copy"} | kernels
         assert all(number["median"] > 0 for number in row["numbers"].values())
     assert len(capsys.readouterr().out.splitlines()) == len(found)
